@@ -139,7 +139,7 @@ def count_devices(ctx: Any) -> int:
 
 
 def count_shards(ctx: Any) -> int:
-    """The number of devices among which the arrays at this place of a program may be divided."""
+    """The number of devices over which arrays at this place of a program may be sharded."""
     return 1 if knows_shapes_of_shards(ctx) else count_devices(ctx)
 
 
@@ -218,7 +218,7 @@ def without_mesh() -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
-def can_be_divided(ctx: Any) -> bool:
+def can_be_sharded(ctx: Any) -> bool:
     """Whether a kernel can be called: shapes are those of shards, or arrays can be sharded."""
     return knows_shapes_of_shards(ctx) or with_devices(ctx) is not None
 

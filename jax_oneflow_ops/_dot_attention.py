@@ -98,7 +98,7 @@ class Form:
         return dataclasses.replace(self, sizes=(*sizes,))
 
     def sharding_rule(self, *, gradient: bool) -> _primitive.ShardingRule:
-        """All dimensions but keys and features may be divided among devices."""
+        """All dimensions but keys and features may be sharded."""
 
         def names(*arrays: Labels) -> list[list[str]]:
             return [
@@ -291,11 +291,11 @@ def _of_shard(
 
 
 @functools.lru_cache(maxsize=256)
-def _divided(form: Form, by: str, gradient: bool) -> Function:
+def _sharded(form: Form, by: str, gradient: bool) -> Function:
     """A function of whole arrays, which the partitioner shards. Each device runs `_of_shard`."""
     how: dict[str, Any] = {"form": form, "by": by, "gradient": gradient}
 
-    def rule(*avals: Any, form: Form, by: str, gradient: bool) -> _primitive.ShardingRule:
+    def rule(*_: Any, **__: Any) -> _primitive.ShardingRule:
         return form.sharding_rule(gradient=gradient)
 
     return _primitive.partitioned_call("jof_attention", "accelerate", _of_shard, rule, how)
@@ -347,7 +347,7 @@ class Attention:
         features = form.sizes[-1]
         if is_large or features % 8 or features > _MOST_FEATURES:
             return False
-        return _compat.can_be_divided(ctx) and _calls(form, by, *avals) is not None
+        return _compat.can_be_sharded(ctx) and _calls(form, by, *avals) is not None
 
     def replaced(self, ctx: Any) -> list[Any]:
         """The values whose operations should be removed, as nothing reads them any more."""
@@ -375,7 +375,7 @@ class Attention:
             assert calls is not None
             inner, call = _compat.on_one_device(ctx), calls[gradient]
         else:
-            inner, call = _compat.with_devices(ctx), _divided(self.form, by, gradient)
+            inner, call = _compat.with_devices(ctx), _sharded(self.form, by, gradient)
         inner = inner.replace(avals_in=avals, avals_out=[*results])
         return [*_compat.lower_plain(call, True)(inner, *values)]
 

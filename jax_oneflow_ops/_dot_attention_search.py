@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -463,3 +464,30 @@ def _gradient(
         if [*other] == factor and product.contracted == contracted:
             return Gradient(attention, ct, of_ct, operand, product.result, path.value)
     return None
+
+
+def with_own_masks(ctx: Any, args: Any, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a loop that computes the causal masks which it gets in each step.
+
+    jax computes what is the same in all steps before the loop. In a step, attention is recognised
+    only if it is known what masks are, and the numbers that replace logits.
+    """
+    wide = [i for i in range(_compat.count_constants(params)) if ctx.avals_in[i].ndim > 1]
+    symbols = {i: _symbols.symbol_of(ctx, Place(args[i])) for i in wide}
+    if not any(isinstance(symbol, _symbols.Step) for symbol in symbols.values()):
+        return params
+    body, constants = _compat.jaxpr_and_consts(params["jaxpr"])
+    avals = [x.aval for x in body.invars]
+
+    def step(*operands: jax.Array) -> Any:
+        own = {i: _symbols.array_of(x, avals[i].shape, avals[i].dtype) for i, x in symbols.items()}
+        known = [x if own.get(i) is None else own[i] for i, x in enumerate(operands)]
+        return jax.core.eval_jaxpr(body, constants, *known)
+
+    inside = (x.aval for eqn in body.eqns for x in eqn.outvars)
+    try:
+        with _compat.precision_of([*avals, *inside]):
+            jaxpr = jax.make_jaxpr(step)(*avals)
+    except (_compat.ShardingTypeError, TypeError, ValueError):
+        return params  # on a mesh with Explicit axes, masks may be sharded in another way
+    return {**params, "jaxpr": _compat.in_place_of(params["jaxpr"], jaxpr)}

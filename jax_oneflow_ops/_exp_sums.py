@@ -111,7 +111,7 @@ def _maximum_and_sum(
 def find(ctx: Any, operand: Any, axes: Sequence[int]) -> ExpSum | None:
     """The sum of exponentials that a sum over `axes` computes; None if it does something else.
 
-    None also where the partitioner divides arrays, as the kernel needs whole rows.
+    None also where the partitioner shards arrays, as the kernel needs whole rows.
     """
     found = operands_of(operand, "stablehlo.exponential")
     parts = operands_of(found[0], "stablehlo.subtract") if found else ()

@@ -130,7 +130,7 @@ def message_of(scatter: _scatter_rows.Rows, ctx: Any, updates: Any) -> Message |
     fits = edges <= _graph.MOST and scatter.count <= _graph.MOST_ROWS
     if not fits or operand.dtype not in _graph.FLOATS or not _compat.is_for_one_device(ctx):
         return None
-    value = _compat.without_constraints(updates)
+    value = updates
     while (parts := operands_of(value, "stablehlo.reshape")) and shape_of(parts[0])[:1] == [edges]:
         (value,) = parts
     if found := _gathered(value):

@@ -81,15 +81,15 @@ class Product:
         has_batch = any(map(len, self.dimension_numbers[1]))
         return not has_batch and result.size > max(aval.size for aval in self.ctx.avals_in)
 
-    def padding(self, *, may_be_divided: bool = False) -> Padding | None:
+    def padding(self, *, may_be_sharded: bool = False) -> Padding | None:
         """The padding with which rows are aligned; None if they are, or for other dtypes.
 
         The result is padded only if it is larger than the operands: what reads it would copy it
         otherwise. Attention reads it in a kernel.
 
         Args:
-          may_be_divided: whether dimensions may be divided among devices. Then only odd ones, which
-            are not divided, are padded.
+          may_be_sharded: whether dimensions may be sharded. Then only odd ones are padded, as these
+            rarely are.
         """
         avals, (contracting, batch), free = self.ctx.avals_in, self.dimension_numbers, self._free
         if not self._is_known or any(aval.ndim < 2 for aval in avals):
@@ -106,7 +106,7 @@ class Product:
         for side, d in wanted:
             size = avals[side].shape[d]
             lack = -size % _MULTIPLE if size * avals[side].dtype.itemsize % _ALIGNED else 0
-            if lack == 0 or d in batch[side] or (may_be_divided and size % 2 == 0):
+            if lack == 0 or d in batch[side] or (may_be_sharded and size % 2 == 0):
                 continue
             more[side][d] = lack
             if d in contracting[side]:

@@ -61,7 +61,7 @@ def upsample_nearest2d_backward(
 
 
 # XLA adds slices in one loop over the result. Sums over a dimension of 2 or 3 elements take 1.4 to
-# 5 times as long on CPUs, and up to 13 times on an H100; those of 4 and 5 take 0.8 to 1.1 times.
+# 5 times as long on CPUs, and 0.8 to 13 times on an H100; there most of those of 4 or 5 take less.
 _MOST_SLICES = 3
 
 

@@ -68,7 +68,7 @@ class Softmax:
     ) -> _policy.Decision | None:
         """The decision for a call that reads and writes so many arrays, None if it is for XLA.
 
-        If the partitioner divides the rows, all devices are assumed to have as many.
+        If the partitioner shards the rows, all devices are assumed to have as many.
         """
         sizes, axis = [*self.aval.shape], self.axis
         if others := [d for d in range(len(sizes)) if d != axis]:

@@ -254,12 +254,13 @@ def _message(
 ) -> "_gathers.Message | None":
     """The messages that a scatter sums into zeros, if that is what it does."""
     is_sum = reduction.reducer == "add" and not reduction.negative
-    made = _compat.operands_of(_compat.without_constraints(updates), *_MAKES_MESSAGES)
+    source = _compat.without_constraints(updates)
+    made = _compat.operands_of(source, *_MAKES_MESSAGES)
     if not is_sum or not made or not _is_emitted(ctx):
         return None
     from jax_oneflow_ops import _gathers  # imported lazily: few programs need it
 
-    return _gathers.message_of(rows, ctx, updates)
+    return _gathers.message_of(rows, ctx, source)
 
 
 _IN_ONE_PASS = "sums along two axes in one pass, without the array between them"
@@ -360,7 +361,7 @@ def _softmaxes(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat
                 found = find(*pair)
         if found is None or _why_no_kernels(ctx, platform):
             return rule(ctx, x, y, **params)
-        is_possible = _compat.can_be_divided(ctx)
+        is_possible = _compat.can_be_sharded(ctx)
         decision = found.pays(ctx, platform, _device_kind(platform)) if is_possible else None
         if not (decision or (is_possible and _is_asked_for() and found.has_kernel)):
             return found.keep(ctx, rule(ctx, x, y, **params))
@@ -408,7 +409,7 @@ def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
         devices = _compat.count_shards(ctx)
         how = params["dimension_numbers"], params["precision"]
         product = _products.Product(ctx, (x, y), *how)
-        padding = product.padding(may_be_divided=devices > 1)
+        padding = product.padding(may_be_sharded=devices > 1)
         if padding is None or _why_no_kernels(ctx, platform):
             return rule(ctx, x, y, **params)
         if not (_is_asked_for() or product.gains_by(padding, devices)):
@@ -552,8 +553,11 @@ def _searched(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         if _search.keep_reference(ctx, params) or _mode(ctx) not in (_ON, _DETERMINISTIC):
             return rule(ctx, *args, **params)
-        if _may_change(ctx, platform) and _compat.has_known_sizes(ctx):
-            params = _with_own_masks(ctx, args, params)
+        has_masks = any(aval.dtype == bool and aval.ndim > 1 for aval in ctx.avals_in)
+        if has_masks and _mode(ctx) == _ON and _may_change(ctx, platform):
+            from jax_oneflow_ops import _dot_attention_search  # lazily: few programs need it
+
+            params = _dot_attention_search.with_own_masks(ctx, args, params)
         if not _is_search(ctx, args, params):
             return rule(ctx, *args, **params)
         search = _search.find(ctx, args, params)
@@ -574,38 +578,6 @@ def _searched(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
         return results
 
     return lower
-
-
-def _with_own_masks(ctx: Any, args: Any, params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a loop that computes the causal masks which it gets in each step.
-
-    jax computes what is the same in all steps before the loop. In a step, attention is recognised
-    only if it is known what masks are, and the numbers that replace logits.
-    """
-    count = _compat.count_constants(params)
-    wide = [i for i in range(count) if ctx.avals_in[i].ndim > 1]
-    if not any(ctx.avals_in[i].dtype == bool for i in wide):
-        return params
-    from jax_oneflow_ops import _symbols  # imported lazily: few programs need it
-
-    symbols = {i: _symbols.symbol_of(ctx, _symbols.Place(args[i])) for i in wide}
-    if not any(isinstance(symbol, _symbols.Step) for symbol in symbols.values()):
-        return params
-    body, constants = _compat.jaxpr_and_consts(params["jaxpr"])
-    avals = [x.aval for x in body.invars]
-
-    def step(*operands: jax.Array) -> Any:
-        own = {i: _symbols.array_of(x, avals[i].shape, avals[i].dtype) for i, x in symbols.items()}
-        known = [x if own.get(i) is None else own[i] for i, x in enumerate(operands)]
-        return jax.core.eval_jaxpr(body, constants, *known)
-
-    inside = (x.aval for eqn in body.eqns for x in eqn.outvars)
-    try:
-        with _compat.precision_of([*avals, *inside]):
-            jaxpr = jax.make_jaxpr(step)(*avals)
-    except (_compat.ShardingTypeError, TypeError, ValueError):
-        return params  # on a mesh with Explicit axes, masks may be sharded in another way
-    return {**params, "jaxpr": _compat.in_place_of(params["jaxpr"], jaxpr)}
 
 
 def _is_search(ctx: Any, operands: Any, params: Any) -> bool:

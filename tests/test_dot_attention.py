@@ -17,7 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _dot_attention, _exp_sums, _symbols
+from jax_oneflow_ops import _dot_attention, _exp_sums, _primitive, _symbols
 from tests.arrays import rng_for
 from tests.test_lowering import accelerated, compiled, native_backend
 
@@ -783,7 +783,7 @@ def mesh_of(*sizes, kind=AUTO, reverse=False):
     return jax.sharding.Mesh(np.reshape(devices, sizes), names, axis_types=(kind,) * len(sizes))
 
 
-def check_divided(mesh, specs, f=None, *, more=0, **how):
+def check_sharded(mesh, specs, f=None, *, more=0, **how):
     """Compares an attention and its gradients with those on one device, and the communication.
 
     `specs` are those of q and the cotangent, and of k and v. It may need `more` collectives.
@@ -792,11 +792,11 @@ def check_divided(mesh, specs, f=None, *, more=0, **how):
     args = operands(**how)
     want = jax.jit(f)(*args)
     places = [jax.sharding.NamedSharding(mesh, specs[i]) for i in (0, 1, 1, 0)]
-    divided = [jax.device_put(x, place) for x, place in zip(args, places, strict=True)]
+    sharded = [jax.device_put(x, place) for x, place in zip(args, places, strict=True)]
     with jax.set_mesh(mesh) if EXPLICIT in mesh.axis_types else contextlib.nullcontext():
-        assert swapped(f, *divided) == GRADIENT
-        program, by_xla = (jax.jit(g).lower(*divided).compile() for g in (jof.accelerate(f), f))
-    got = program(*divided)
+        assert swapped(f, *sharded) == GRADIENT
+        program, by_xla = (jax.jit(g).lower(*sharded).compile() for g in (jof.accelerate(f), f))
+    got = program(*sharded)
     for y, e in zip(got, want, strict=True):
         assert_close([y], [np.asarray(e, np.float64)], BF16)
     counts = [len(re.findall(COLLECTIVES, p.as_text())) for p in (program, by_xla)]
@@ -808,7 +808,7 @@ def check_divided(mesh, specs, f=None, *, more=0, **how):
 
 
 D, M = "data", "model"
-DIVIDED = {
+SHARDED = {
     "batch": (jax.P(D), jax.P(D)),
     "heads": (jax.P(None, None, M), jax.P(None, None, M)),
     "batch by all": (jax.P((D, M)), jax.P((D, M))),
@@ -819,28 +819,29 @@ DIVIDED = {
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", DIVIDED)
-def test_divided_among_devices(name, kind):
-    got, _ = check_divided(mesh_of(2, 4, kind=kind), DIVIDED[name], batch=8, heads=4, queries=16)
-    for y, spec in zip(got, [DIVIDED[name][i] for i in (0, 0, 1, 1)], strict=True):
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_among_devices(name, kind):
+    got, _ = check_sharded(mesh_of(2, 4, kind=kind), SHARDED[name], batch=8, heads=4, queries=16)
+    for y, spec in zip(got, [SHARDED[name][i] for i in (0, 0, 1, 1)], strict=True):
         assert y.sharding.is_equivalent_to(jax.sharding.NamedSharding(y.sharding.mesh, spec), 4)
 
 
 @pytest.mark.parametrize(
     ("key_heads", "spec"), [(2, jax.P(D)), (2, jax.P(None, None, D)), (1, jax.P(D))]
 )
-def test_divided_heads_that_share_keys(key_heads, spec):
-    check_divided(mesh_of(2), (spec, spec), batch=4, heads=4, key_heads=key_heads)
+def test_sharded_heads_that_share_keys(key_heads, spec):
+    check_sharded(mesh_of(2), (spec, spec), batch=4, heads=4, key_heads=key_heads)
 
 
 def test_more_devices_than_key_heads():
-    """The reshape of heads to key heads and their groups divides one axis of the mesh."""
+    """One axis of the mesh shards key heads and their groups, after a reshape of the heads."""
     for specs in ((jax.P(D, None, M), jax.P(D)), (jax.P(None, None, M), jax.P())):
-        check_divided(mesh_of(2, 4), specs, batch=4, heads=8, key_heads=2, queries=16)
+        check_sharded(mesh_of(2, 4), specs, batch=4, heads=8, key_heads=2, queries=16)
 
 
-def test_the_mesh_of_arguments():
-    """It counts, if another one is current."""
+def test_the_mesh_of_arguments(monkeypatch):
+    """It counts, if another one is current, whose factors would do as well."""
+    monkeypatch.setattr(_primitive, "_finer", lambda mesh: iter([mesh]))
     args = operands(batch=8)
     f = with_gradients(lambda q, k, v: OF_JAX(q, k, v, scale=FACTOR))
 
@@ -848,34 +849,34 @@ def test_the_mesh_of_arguments():
         return sum(jnp.sum(y.astype(jnp.float32)) for y in f(*args))
 
     place = jax.sharding.NamedSharding(mesh_of(2, 4), jax.P(D))
-    divided = jax.device_put(args, place)
+    sharded = jax.device_put(args, place)
     with jax.set_mesh(jax.make_mesh((8,), ("other",), (AUTO,), devices=jax.devices()[:8])):
-        program = jax.jit(jof.accelerate(total)).lower(*divided).compile()
+        program = jax.jit(jof.accelerate(total)).lower(*sharded).compile()
     assert "all-gather" not in program.as_text()
-    np.testing.assert_allclose(program(*divided), jax.jit(total)(*args), rtol=0.05, atol=1)
+    np.testing.assert_allclose(program(*sharded), jax.jit(total)(*args), rtol=0.05, atol=1)
 
 
-def test_queries_of_heads_that_share_keys_divided():
+def test_queries_of_heads_that_share_keys_sharded():
     """Each device has other queries of the one head, so the gradients of its keys are summed."""
     specs = jax.P(None, None, D), jax.P()
-    check_divided(mesh_of(2), specs, batch=2, heads=4, key_heads=1)
+    check_sharded(mesh_of(2), specs, batch=2, heads=4, key_heads=1)
 
 
 def test_devices_in_another_order():
-    check_divided(mesh_of(2, 2, reverse=True), (jax.P(M, None, D),) * 2, batch=4, heads=4)
+    check_sharded(mesh_of(2, 2, reverse=True), (jax.P(M, None, D),) * 2, batch=4, heads=4)
 
 
 @pytest.mark.parametrize("name", ["padding", "causal"])
-def test_masks_divided_among_devices(name):
+def test_masks_sharded_among_devices(name):
     mask = np.arange(16) < np.array([16, 5, 9, 16])[:, None, None, None]
     mask = mask if name == "padding" else np.tri(16, dtype=bool)
     f = written_out(lambda x: jnp.where(mask, x, jnp.finfo(BF16).min))
     specs = {"padding": (jax.P(D, M), jax.P(D)), "causal": (jax.P(D, None, M),) * 2}[name]
-    check_divided(mesh_of(2, 2), specs, f, batch=4, heads=4, queries=16)
+    check_sharded(mesh_of(2, 2), specs, f, batch=4, heads=4, queries=16)
 
 
 def test_constraints_on_logits_and_weights():
-    """A program says how what is replaced would be divided."""
+    """A program says how what is replaced would be sharded."""
     mesh = mesh_of(2, 2)
     place = jax.sharding.NamedSharding(mesh, jax.P(D, M))
 
@@ -883,7 +884,7 @@ def test_constraints_on_logits_and_weights():
         return jax.lax.with_sharding_constraint(x, place)
 
     f = written_out(constrained, lambda x: constrained(jax.nn.softmax(x)))
-    check_divided(mesh, (jax.P(D, None, M),) * 2, f, batch=4, heads=4)
+    check_sharded(mesh, (jax.P(D, None, M),) * 2, f, batch=4, heads=4)
 
 
 def scanned_layers(q, k, v):
@@ -924,18 +925,18 @@ TRANSFORMED = {
 def test_transformations_on_several_devices(name):
     f, args = with_gradients(TRANSFORMED[name]), operands(batch=4)
     place = jax.sharding.NamedSharding(mesh_of(2), jax.P(D))
-    divided = jax.device_put(args, place)
-    assert swapped(f, *divided)["attention"] >= 1
+    sharded = jax.device_put(args, place)
+    assert swapped(f, *sharded)["attention"] >= 1
     with warnings.catch_warnings():
         warnings.simplefilter("error", jof.GatherWarning)
-        agrees(f, *divided)
+        agrees(f, *sharded)
 
 
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
-def test_divided_keys_and_features():
-    """They are gathered."""
-    for spec in (jax.P(None, D), jax.P(None, None, None, D)):
-        check_divided(mesh_of(2), (spec, spec), more=16, queries=16)
+def test_sharded_keys_and_features():
+    """They are gathered. XLA gathers keys, too, and sums products of features over devices."""
+    for spec, more in ((jax.P(None, D), 0), (jax.P(None, None, None, D), 3)):
+        check_sharded(mesh_of(2), (spec, spec), more=more, queries=16)
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])

@@ -166,16 +166,16 @@ def sums_of(compiled) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("graph_network", 4), ("graph_convolution", 4), ("graph_attention", 7)]
+    ("name", "count", "on_gpu"),
+    [("graph_network", 4, 4), ("graph_convolution", 4, 2), ("graph_attention", 7, 5)],
 )
-def test_networks_of_jraph(name, count):
-    """In float64, which reveals any sum that differs."""
+def test_networks_of_jraph(name, count, on_gpu):
+    """In float64, which reveals any sum that differs. GPUs sum some gathered rows otherwise."""
     pytest.importorskip("jraph")
     with jax.enable_x64(True):
         step, args = getattr(in_jraph, name)(dtype=jnp.float64)
         compiled = jax.jit(jof.accelerate(step)).lower(*args).compile()
-        on_cpu = jax.default_backend() == "cpu"  # on GPUs, XLA sums some gathered rows itself
-        assert sums_of(compiled) == count if on_cpu else 0 < sums_of(compiled) <= count
+        assert sums_of(compiled) == (count if jax.default_backend() == "cpu" else on_gpu)
         for a, b in zip(
             *map(jax.tree.leaves, (compiled(*args), jax.jit(step)(*args))), strict=True
         ):

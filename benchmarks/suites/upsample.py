@@ -124,9 +124,8 @@ _COMPILED = (16, 64, 160, 160), (320, 320), "NCHW", "bfloat16"
 
 def _work(p: Problem) -> Work:
     backward = p.group == "backward"
-    names = ["products"] * backward
-    if p.factor:
-        names = ["repeat", "broadcast", *["slices"] * backward]
+    of_factor = ["repeat", "broadcast", *["slices"] * backward]
+    names = of_factor if p.factor else ["products"] * backward
     forms = {"resize": p.op.best["resize"], "take": p.op.replaces}
     forms |= {name.replace("products", "matmul"): p.op.best[name] for name in names}
 
