@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_oneflow_ops import _checks, _compat, _native, _primitive, _report
+from jax_oneflow_ops import _checks, _compat, _native, _policy, _primitive
 from jax_oneflow_ops._codegen import derive, parts, primitive, row_primitive, scalars, traced
 from jax_oneflow_ops._codegen.signature import MAX_OUTPUTS, is_inexact, is_narrow
 from jax_oneflow_ops._codegen.source import source as source_of
@@ -164,7 +164,7 @@ class FusionReport:
     def __str__(self) -> str:
         count = f"{len(self.kernels)} kernel{'' if len(self.kernels) == 1 else 's'}"
         read, written = (
-            _report.bytes_text(sum(getattr(kernel, name) for kernel in self.kernels))
+            _policy.bytes_text(sum(getattr(kernel, name) for kernel in self.kernels))
             for name in ("bytes_read", "bytes_written")
         )
         lines = [f"{self.name}: {count}; reads {read}, writes {written}"]

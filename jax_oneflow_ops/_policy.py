@@ -84,6 +84,12 @@ def nbytes(*avals: Any) -> int:
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
 
 
+def bytes_text(n: int) -> str:
+    """A number of bytes in readable units."""
+    power = min(3, max(0, n.bit_length() - 1) // 10)
+    return f"{n / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
 def bits(dtype: Any) -> str:
     """The width of a dtype as text, such as "16-bit"."""
     return f"{8 * dtype.itemsize}-bit"

@@ -20,12 +20,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _compat, _emit, _policy, _tune
-from jax_oneflow_ops._report import Row
+from jax_oneflow_ops import _compat, _emit, _policy
+from jax_oneflow_ops._accelerate import common, rules, scatters, tune
+from jax_oneflow_ops._accelerate.report import Row
 from tests.arrays import INEXACT, INTEGERS, rng_for
 from tests.test_lowering import compiled, lowered_targets, native_backend, targets
 
-module = sys.modules["jax_oneflow_ops.accelerate"]
 pytestmark = native_backend
 
 
@@ -1099,13 +1099,13 @@ def test_ids_that_all_problems_share_are_sorted_once(shape, axis):
 @pytest.fixture
 def ordered_on_cpus():
     """Installs the deterministic rule on CPUs; normally only GPUs need it."""
-    module._problem(module._DETERMINISTIC)  # installs the GPU rule, which stays
-    rules = _compat.mlir_internals._lowerings
-    before = rules[lax.scatter_p]
-    _compat.replace_lowerings([lax.scatter_p], ["cpu"], module._in_order)
+    rules._problem(common.DETERMINISTIC)  # installs the GPU rule, which stays
+    installed = _compat.mlir_internals._lowerings
+    before = installed[lax.scatter_p]
+    _compat.replace_lowerings([lax.scatter_p], ["cpu"], scatters.in_order)
     yield
     _compat._replaced.discard((lax.scatter_p, "cpu"))
-    rules[lax.scatter_p] = before
+    installed[lax.scatter_p] = before
 
 
 @pytest.mark.parametrize("mode", ["drop", "clip"])
@@ -1328,11 +1328,11 @@ def test_a_jax_that_differs_is_warned_of_once(monkeypatch):
     warning = "runs programs as they are: jax .* xla_metadata"
     with monkeypatch.context() as patch:
         patch.setattr(_compat, "core_internals", SimpleNamespace(JaxprEqnContext=Context))
-        module._problem.cache_clear()
+        rules._problem.cache_clear()
         with pytest.warns(RuntimeWarning, match=warning):
             y = f(TABLE, IDS)
         assert sums(jof.accelerate(adds), TABLE, IDS) == 0  # a second warning would be an error
-    module._problem.cache_clear()
+    rules._problem.cache_clear()
     np.testing.assert_array_equal(y, adds(TABLE, IDS))
     assert sums(jof.accelerate(adds), TABLE, IDS) == 1
 
@@ -1527,7 +1527,7 @@ def measured(monkeypatch, tmp_path):
         clock.calls.append(functions)
         return clock.times
 
-    monkeypatch.setattr(_tune, "_times", times)
+    monkeypatch.setattr(tune, "_times", times)
     return clock
 
 
@@ -1643,7 +1643,7 @@ def test_functions_that_return_before_they_run_are_refused():
 def test_what_cannot_be_timed_runs_as_it_is(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory for copies")
-    monkeypatch.setattr(_tune, "_times", unittest.mock.Mock(side_effect=error))
+    monkeypatch.setattr(tune, "_times", unittest.mock.Mock(side_effect=error))
     tuned = jof.accelerate(adds, tune=True)
     np.testing.assert_array_equal(tuned(TABLE, IDS), adds(TABLE, IDS))
     assert "no memory for copies" in caplog.text

@@ -11,7 +11,8 @@ import pytest
 from jax import lax
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _policy, _tune
+from jax_oneflow_ops import _policy
+from jax_oneflow_ops._accelerate import tune
 from jax_oneflow_ops._codegen import primitive
 from tests.test_lowering import lowered_targets, native_backend
 
@@ -276,7 +277,7 @@ def test_tuned(of_any_size, uncompiled, monkeypatch, tmp_path):
         found.append([kernels(f, *args, **kwargs) for f in functions])
         return [1.0, 1.01]
 
-    monkeypatch.setattr(_tune, "_times", times)
+    monkeypatch.setattr(tune, "_times", times)
     for fuse in (False, True):
         jof.accelerate(jax.jit(gelu), tune=True, fuse=fuse)(X, BIAS)
     assert found == [[0, 0], [0, 1]]

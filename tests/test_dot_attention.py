@@ -17,7 +17,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _dot_attention, _exp_sums, _primitive, _symbols
+from jax_oneflow_ops import _primitive
+from jax_oneflow_ops._accelerate import dot_attention, exp_sums, symbols
 from tests.arrays import rng_for
 from tests.test_lowering import accelerated, compiled, native_backend
 
@@ -65,14 +66,14 @@ def stand_in(
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     if jax.default_backend() == "cpu":
-        monkeypatch.setitem(_dot_attention.KERNELS, "cpu", "stand-in")
+        monkeypatch.setitem(dot_attention.KERNELS, "cpu", "stand-in")
         monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
 
 
 @pytest.fixture
 def sums_by_xla(monkeypatch):
     """Leaves sums of exponentials in float32 to XLA, as programs for GPUs do if rows are short."""
-    monkeypatch.setattr(_exp_sums, "find", lambda *args: None)
+    monkeypatch.setattr(exp_sums, "find", lambda *args: None)
 
 
 def exact(q, k, v, ct, mask=True, scale=FACTOR, added=False):
@@ -452,7 +453,7 @@ def test_nothing_else_computes_the_weights():
     """On CPUs the products of the function that stands for the kernel are all that is left."""
     args = operands()
     f = with_gradients(written_out(CAUSAL["where"]))
-    by = _dot_attention.KERNELS.get(jax.default_backend(), "cudnn")
+    by = dot_attention.KERNELS.get(jax.default_backend(), "cudnn")
     how = {"scale": FACTOR, "is_causal": True, "implementation": by}
     reference = with_gradients(lambda *args: jax.nn.dot_product_attention(*args, **how))
     ours, theirs = compiled(jof.accelerate(f), *args), compiled(reference, *args)
@@ -984,13 +985,13 @@ def test_sizes_that_pay(monkeypatch):
 
 def test_without_cudnn(monkeypatch):
     """A program for GPUs keeps its attention where cuDNN cannot be asked."""
-    monkeypatch.setattr(_dot_attention.Attention, "has_kernels", lambda *_: False)
+    monkeypatch.setattr(dot_attention.Attention, "has_kernels", lambda *_: False)
     *args, _ = operands()
     assert "attention" not in accelerated(written_out(), *args, platform="cuda")
 
 
 def test_symbols_of_floats_are_not_compared():
     """x - 0.5 > y is not x - y - 1.5 >= 0."""
-    line = _symbols.Line((1.0,), 0.5)
-    other = _symbols.Line((0.0,), 2.0)
-    assert _symbols._compared(line, other, "GT") is None
+    line = symbols.Line((1.0,), 0.5)
+    other = symbols.Line((0.0,), 2.0)
+    assert symbols._compared(line, other, "GT") is None

@@ -114,7 +114,7 @@ def test_import_loads_little(imported):
     added, _ = imported
     own = {name.removeprefix("jax_oneflow_ops.") for name in added if "jax_oneflow_ops" in name}
     assert {name.partition(".")[0] for name in added} <= {"jax", "jax_oneflow_ops"}
-    later = {"_codegen", "_fuse", "_messages", "_attention"}
+    later = {"_accelerate", "_codegen", "_fuse", "_messages", "_attention"}
     later |= {"graph", "kernel", "linen", "nnx", "rows"}
     assert not {name.partition(".")[0] for name in own} & later
     assert len(own) <= 25

@@ -1,7 +1,6 @@
 """Binary searches that `accelerate` swaps: positions equal jnp's exactly."""
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _compat
+from jax_oneflow_ops._accelerate import common
 from tests.test_errors import array
 from tests.test_lowering import lowered_targets, targets
 
@@ -111,8 +111,7 @@ def searchsorted(edges, x):
 
 def from_the_second_edge(edges, x):
     """jnp's own loop with another start, if the jaxpr contains it."""
-    module = sys.modules["jax_oneflow_ops.accelerate"]
-    every = module._equations(jax.make_jaxpr(jnp.searchsorted)(edges, x))
+    every = common.equations(jax.make_jaxpr(jnp.searchsorted)(edges, x))
     loop = next((eqn for eqn, *_ in every if eqn.primitive.name == "scan"), None)
     if loop is None:
         return searchsorted(edges, x)

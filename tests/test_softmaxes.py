@@ -1,6 +1,5 @@
 """Softmaxes of 16-bit rows inside `accelerate`: what is recognised, and that results agree."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -12,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _policy, _softmaxes
+from jax_oneflow_ops import _policy
+from jax_oneflow_ops._accelerate import common, softmaxes
 from tests.arrays import rng_for
 from tests.test_exp_sums import compare
 from tests.test_lowering import ENVIRONMENT_VARIABLE, accelerated, lowered_targets, native_backend
 
 pytestmark = native_backend
 
-accelerate = importlib.import_module("jax_oneflow_ops.accelerate")
 FORWARD, GRADIENT = "jof_softmax", "jof_softmax_vjp"
 
 
@@ -237,11 +236,11 @@ def test_programs_for_cpus_stay(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_that_pay_only_together(dtype, monkeypatch):
     """The rule of the gradient replaces the softmax in what has read it, and in what will."""
-    monkeypatch.setattr(accelerate, "_is_asked_for", lambda: False)
-    monkeypatch.setattr(accelerate, "_may_change", lambda ctx, platform: True)
-    monkeypatch.setattr(_softmaxes.Softmax, "pays", lambda *_: None)
+    monkeypatch.setattr(common, "is_asked_for", lambda: False)
+    monkeypatch.setattr(common, "may_change", lambda ctx, platform: True)
+    monkeypatch.setattr(softmaxes.Softmax, "pays", lambda *_: None)
     decision = _policy.Decision(_policy.Call((), 0), "native", "as measured")
-    monkeypatch.setattr(_softmaxes.Gradient, "pays", lambda *_: decision)
+    monkeypatch.setattr(softmaxes.Gradient, "pays", lambda *_: decision)
     x, ct = pair(dtype)
     assert check(jax.nn.softmax, x) == (0, 0)
 

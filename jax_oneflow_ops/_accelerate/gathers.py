@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax_oneflow_ops import _compat, _emit, _graph, _scatter, _scatter_policy, _scatter_rows
 from jax_oneflow_ops._compat import operands_of, shape_of
 
+FROM_TABLES = "reads the gathered rows directly from their table, without an array of them"
+
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
@@ -70,7 +72,7 @@ class Message:
         return _scatter_policy.message_sum_pays(_problem(self.scatter, platform, self.avals[0]))
 
     def lower(self, ctx: Any, ids: Any, platform: str, read: str) -> list[Any]:
-        """Lowers the sum. `ids` and `read` are the results of `accelerate._as_written`."""
+        """Lowers the sum. `ids` and `read` are the results of `scatters.as_written`."""
         avals = [ctx.avals_in[1], *self.avals]
         results = _emit.lower(
             *(_sum_messages, ctx.replace(avals_in=avals), ids, *self.values),

@@ -3,7 +3,7 @@
 Programs write `softmax(q @ k.T) @ v` and its gradient as six matrix products and operations between
 them, which read and write an array of queries x keys for each head a dozen times. cuDNN has a
 kernel for all of the attention, and one for its gradient, which `jax.nn.dot_product_attention`
-calls if asked. `_dot_attention_search` finds the products, and this module replaces them:
+calls if asked. `dot_attention_search` finds the products, and this module replaces them:
 
 - the product of the weights and v becomes a call of the kernel. What computed the weights remains
   in the program, and XLA removes it if nothing else reads it;
@@ -37,7 +37,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_oneflow_ops import _compat, _emit, _policy, _primitive, _softmaxes
+from jax_oneflow_ops import _compat, _emit, _policy, _primitive
+from jax_oneflow_ops._accelerate import softmaxes
 
 # The kernels compute tiles of 64 to 128 queries and keys, also of the smallest attention. Their
 # time relative to that of the program with softmax kernels, on an H200: 0.8 to 2.2 for 16 to 49
@@ -307,7 +308,7 @@ class Attention:
 
     form: Form
     operands: tuple[Any, ...]
-    softmax: _softmaxes.Softmax
+    softmax: softmaxes.Softmax
 
     name = "attention"  # of the operation in reports
     reason = "cuDNN computes it without an array of weights"
@@ -351,7 +352,7 @@ class Attention:
 
     def replaced(self, ctx: Any) -> list[Any]:
         """The values whose operations should be removed, as nothing reads them any more."""
-        known = _softmaxes.known_in(ctx).results.get(self.softmax.exponentials)
+        known = softmaxes.known_in(ctx).results.get(self.softmax.exponentials)
         return [known.value] if known else []
 
     def is_called(self, ctx: Any) -> bool:
@@ -471,7 +472,7 @@ class WithWeights:
       aval, value: the type of the result, and the result once it is lowered, a value of MLIR.
     """
 
-    softmax: _softmaxes.Softmax
+    softmax: softmaxes.Softmax
     ct: Any
     of_ct: Labels
     labels: Labels
@@ -495,13 +496,14 @@ class Known:
     products: dict[Any, list[WithWeights]]
     padded: dict[Any, Any]  # operands and dimensions of products, by their result
 
-    def attention(self, softmax: _softmaxes.Softmax) -> Attention | None:
+    def attention(self, softmax: softmaxes.Softmax) -> Attention | None:
         """The attention of a softmax that the block which is being lowered computes."""
         found, result = self.attentions.get(softmax.exponentials, (None, None))
         return found if found and _compat.is_in_current_block(result) else None
 
 
 def known_in(ctx: Any) -> Known:
+    """What is known of the program in which an operation is lowered."""
     known: Known = _compat.functions_of_module(ctx).setdefault(Known, Known({}, {}, {}, {}))
     return known
 

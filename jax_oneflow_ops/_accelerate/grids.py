@@ -20,7 +20,7 @@ from jax_oneflow_ops import _compat, _emit, _scatter_policy, _scatter_rows
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A sum of rows. `indices` is a value of MLIR, and `accelerate._as_written` explains `read`."""
+    """A sum of rows. `indices` is a value of MLIR, and `scatters.as_written` explains `read`."""
 
     rows: _scatter_rows.Rows
     read: str

@@ -6,6 +6,7 @@ the comparison, jnp's search is lowered once for each dtype. Loops that only loo
 unchanged.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jax_oneflow_ops import _compat, _primitive
+from jax_oneflow_ops._accelerate import common
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32", "uint64")
 _NARROW = ("int8", "int16", "uint8", "uint16")  # searched as int32
@@ -118,6 +120,30 @@ class Search:
         if not _FEWEST_EDGES <= self.size <= _MOST_EDGES[platform]:
             return "XLA was measured to be as fast for so few, or on CPUs so many, edges"
         return None
+
+
+def may_be_search(ctx: Any, operands: Any, params: Any) -> bool:
+    """Whether a loop may be a search that jnp makes, perhaps of a batch.
+
+    It carries the ends of ranges, two integers which are constants at first, and gathers from a
+    table once. Middles are unsigned: XLA compiles unrolled steps slowly if they divide signed
+    integers, or if the first ends are arrays.
+    """
+    if len(ctx.avals_out) != 2 or None in map(_compat.fill_of, operands[-2:]):
+        return False
+    body, _ = _compat.jaxpr_and_consts(params["jaxpr"])
+    ends = [*body.outvars, *ctx.avals_in[-2:], *ctx.avals_out]
+    types = [getattr(x, "aval", x) for x in ends]
+    # A value that is not carried has an additional dimension, for the steps.
+    if any((x.shape, x.dtype) != (types[0].shape, types[0].dtype) for x in types):
+        return False
+    equations = [e for e, *_ in common.equations(body)]
+    divided = [e.outvars[0].aval.dtype for e in equations if e.primitive.name == "div"]
+    is_signed = any(jnp.issubdtype(dtype, jnp.signedinteger) for dtype in divided)
+    if is_signed or not jnp.issubdtype(types[0].dtype, jnp.integer):
+        return False
+    done = collections.Counter(e.primitive.name for e in equations)
+    return done["gather"] == 1 and not done["while"] + done["scan"]
 
 
 def find(ctx: Any, operands: Sequence[Any], params: Any) -> Search | None:

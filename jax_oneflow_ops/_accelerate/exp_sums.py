@@ -19,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_oneflow_ops import _compat, _emit, _policy, _products, _rows
+from jax_oneflow_ops import _compat, _emit, _policy, _rows
+from jax_oneflow_ops._accelerate import explanation, products
 from jax_oneflow_ops._compat import operands_of
 
+NAME = "sum of exp"  # of the operation in reports
 READS_ONCE = "reads each row once for its maximum and the sum"
 NARROW = ("float16", "bfloat16")
 
@@ -46,7 +48,7 @@ class ExpSum:
     def aval(self) -> Any:
         return _emit.aval_of(self.x)
 
-    def pays(self, ctx: Any, platform: str, device_kind: str | None) -> _policy.Decision | None:
+    def pays(self, ctx: Any, platform: str) -> _policy.Decision | None:
         """The measurement by which the kernel is expected to be faster than XLA, or None."""
         x = self._padded(ctx)
         is_read = x != self.x or is_stored(x)
@@ -55,7 +57,7 @@ class ExpSum:
         if platform != "cuda" or not (is_read and is_long and is_large):
             return None
         call = _policy.describe(_rows.logsumexp_p, [self.aval], axis=self.axis)
-        decision = _policy.choose(call, platform, device_kind)
+        decision = _policy.choose(call, platform, explanation.device_kind(platform))
         return decision if decision.implementation == "native" else None
 
     def lower(self, ctx: Any) -> list[Any]:
@@ -73,7 +75,7 @@ class ExpSum:
     def _padded(self, ctx: Any) -> Any:
         """The rows, with padding that changes no maximum and no sum if a product has such."""
         is_last = self.axis == self.aval.ndim - 1
-        return _products.with_padding(ctx, self.x) if is_last else self.x
+        return products.with_padding(ctx, self.x) if is_last else self.x
 
 
 _STORED = ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call")

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_oneflow_ops import _compat, _emit, _exp_sums, _softmaxes, _symbols
-from jax_oneflow_ops._dot_attention import (
+from jax_oneflow_ops import _compat, _emit
+from jax_oneflow_ops._accelerate import exp_sums, softmaxes, symbols
+from jax_oneflow_ops._accelerate.dot_attention import (
     OF_KEYS,
     OF_VALUES,
     Attention,
@@ -26,7 +27,7 @@ from jax_oneflow_ops._dot_attention import (
     WithWeights,
     known_in,
 )
-from jax_oneflow_ops._symbols import Place
+from jax_oneflow_ops._accelerate.symbols import Place
 
 Found = Attention | Gradient | WithWeights
 
@@ -127,13 +128,13 @@ class _Mask:
     def queries(self, ctx: Any, keys: int) -> int | None:
         """The dimension of queries if they attend to keys up to their own position, else None."""
         place = self.condition or self.bias
-        symbol = _symbols.symbol_of(ctx, place) if place else None
-        if place is None or not isinstance(symbol, _symbols.Step):
+        symbol = symbols.symbol_of(ctx, place) if place else None
+        if place is None or not isinstance(symbol, symbols.Step):
             return None
         kept = symbol.map(lambda y: (y == 0) if self.bias else (bool(y) == self.keeps))
         line = kept.line
         if (kept.inside, kept.outside) == (False, True):  # where the line is negative
-            line = _symbols.Line(tuple(-x for x in line.slopes), -1 - line.constant)
+            line = symbols.Line(tuple(-x for x in line.slopes), -1 - line.constant)
         elif (kept.inside, kept.outside) != (True, False):
             return None
         sizes = _compat.shape_of(place.value)
@@ -181,7 +182,7 @@ def _before_test(ctx: Any, place: Place) -> Place | None:
     pair = place.operands("stablehlo.compare")
     if not pair or "NE" not in str(place.value.owner.attributes["comparison_direction"]):
         return None
-    return pair[0] if _symbols.number(ctx, pair[1]) == 0 else None
+    return pair[0] if symbols.number(ctx, pair[1]) == 0 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,10 +245,10 @@ def _before_factor(ctx: Any, place: Place) -> tuple[Place, float] | None:
     """What was multiplied or divided by a number to make a value, and the factor; or None."""
     pair = place.operands("stablehlo.multiply")
     for x, other in (pair, pair[::-1]) if pair else ():
-        if (factor := _symbols.number(ctx, other)) is not None:
+        if (factor := symbols.number(ctx, other)) is not None:
             return x, factor
     if pair := place.operands("stablehlo.divide"):
-        divisor = _symbols.number(ctx, pair[1])
+        divisor = symbols.number(ctx, pair[1])
         return (pair[0], 1 / divisor) if divisor else None
     return None
 
@@ -259,7 +260,7 @@ def _before_mask(
     if parts := place.operands("stablehlo.select"):
         condition, first, second = parts
         for keeps, x, other in ((True, first, second), (False, second, first)):
-            low = _symbols.number(ctx, other)
+            low = symbols.number(ctx, other)
             if low is not None and (low <= fill < 0 or low == fill == 0):
                 own = dims if _compat.shape_of(condition.value) else ()  # one for all elements
                 return x, _Mask(condition, keeps, None, low, own)
@@ -267,8 +268,8 @@ def _before_mask(
     for x, bias in (pair, pair[::-1]) if pair else ():
         if mask := _added_mask(ctx, bias, dims, fill):
             return x, mask
-        symbol = _symbols.symbol_of(ctx, bias)
-        if isinstance(symbol, _symbols.Step):
+        symbol = symbols.symbol_of(ctx, bias)
+        if isinstance(symbol, symbols.Step):
             values = sorted((symbol.inside, symbol.outside))
             is_low = values[0] <= fill and values[1] == 0
             return (x, _Mask(None, True, bias, values[0], dims)) if is_low else None
@@ -284,7 +285,7 @@ def _added_mask(ctx: Any, place: Place, dims: Sequence[Any], fill: float) -> _Ma
     for _ in range(_MOST_STEPS):
         if parts := place.operands("stablehlo.select"):
             condition, *others = parts
-            numbers = [x for y in others if (x := _symbols.number(ctx, y)) is not None]
+            numbers = [x for y in others if (x := symbols.number(ctx, y)) is not None]
             if len(numbers) != 2 or 0 not in numbers:
                 return None
             low, own = min(numbers), (*dims,) if _compat.shape_of(condition.value) else ()
@@ -308,7 +309,7 @@ def find(ctx: Any, operands: tuple[Any, Any], numbers: Any) -> Found | None:
 
     `numbers` are the contracting and the batch dimensions.
     """
-    found = _softmaxes.known_in(ctx)
+    found = softmaxes.known_in(ctx)
     for side, x in enumerate(operands):
         if math.prod(_compat.shape_of(x)) not in found.sizes:
             continue
@@ -328,7 +329,7 @@ def _with_weights(
     side: int,
     labels: Labels,
     numbers: Any,
-    softmax: _softmaxes.Softmax,
+    softmax: softmaxes.Softmax,
 ) -> Attention | WithWeights | None:
     """What the product of weights with `v` or with a cotangent is."""
     (result,) = ctx.avals_out
@@ -344,7 +345,7 @@ def _with_weights(
 
 
 def _attention(
-    ctx: Any, softmax: _softmaxes.Softmax, v: Any, of_v: Labels, result: Labels
+    ctx: Any, softmax: softmaxes.Softmax, v: Any, of_v: Labels, result: Labels
 ) -> Attention | None:
     keys = softmax.axis
     path = _scaled(ctx, softmax.x, _is_product(ctx), _low_of(softmax))
@@ -360,7 +361,7 @@ def _attention(
     if None in avals or len({x.dtype for x in avals}) > 1:
         return None
     features = avals[0].shape[of_q.index(OF_KEYS)]
-    is_known = avals[0].dtype.name in _exp_sums.NARROW
+    is_known = avals[0].dtype.name in exp_sums.NARROW
     is_known &= {*of_v} - {None} == {*product.batch, keys, OF_VALUES}
     if not is_known or avals[2].shape[of_v.index(OF_VALUES)] != features:
         return None
@@ -406,7 +407,7 @@ _LOW = -1e8  # logits that are masked are at most this, or the least number of t
 _LOW_IN_F32 = -1e10  # if it is added, logits of up to 512 do not matter
 
 
-def _low_of(softmax: _softmaxes.Softmax) -> float:
+def _low_of(softmax: softmaxes.Softmax) -> float:
     least = float(jnp.finfo(softmax.aval.dtype).min)
     return max(_LOW, least)
 
@@ -417,7 +418,7 @@ def _gradient(
     side: int,
     path: _Path,
     numbers: Any,
-    gradient: _softmaxes.Gradient,
+    gradient: softmaxes.Gradient,
 ) -> Gradient | None:
     """Which gradient the product of a gradient of logits with `k` or `q` is."""
     softmax = gradient.softmax
@@ -473,14 +474,14 @@ def with_own_masks(ctx: Any, args: Any, params: dict[str, Any]) -> dict[str, Any
     only if it is known what masks are, and the numbers that replace logits.
     """
     wide = [i for i in range(_compat.count_constants(params)) if ctx.avals_in[i].ndim > 1]
-    symbols = {i: _symbols.symbol_of(ctx, Place(args[i])) for i in wide}
-    if not any(isinstance(symbol, _symbols.Step) for symbol in symbols.values()):
+    found = {i: symbols.symbol_of(ctx, Place(args[i])) for i in wide}
+    if not any(isinstance(symbol, symbols.Step) for symbol in found.values()):
         return params
     body, constants = _compat.jaxpr_and_consts(params["jaxpr"])
     avals = [x.aval for x in body.invars]
 
     def step(*operands: jax.Array) -> Any:
-        own = {i: _symbols.array_of(x, avals[i].shape, avals[i].dtype) for i, x in symbols.items()}
+        own = {i: symbols.array_of(x, avals[i].shape, avals[i].dtype) for i, x in found.items()}
         known = [x if own.get(i) is None else own[i] for i, x in enumerate(operands)]
         return jax.core.eval_jaxpr(body, constants, *known)
 

@@ -20,11 +20,12 @@ from typing import Any
 
 import jax
 
-from jax_oneflow_ops import _compat, _emit, _exp_sums, _policy, _rows
+from jax_oneflow_ops import _compat, _emit, _policy, _rows
+from jax_oneflow_ops._accelerate import exp_sums, explanation
 from jax_oneflow_ops._compat import operands_of, shape_of
 
 ONE_KERNEL = "a kernel reads each row once, wherever rows begin"
-_DTYPES = (*_exp_sums.NARROW, "float32")
+_DTYPES = (*exp_sums.NARROW, "float32")
 _LEAST_BYTES = 2**22  # less than this takes a few us either way
 
 
@@ -52,17 +53,16 @@ class Softmax:
     @property
     def has_kernel(self) -> bool:
         """Whether kernels compute it. In other dtypes it may be part of an attention."""
-        return self.aval.dtype.name in _exp_sums.NARROW
+        return self.aval.dtype.name in exp_sums.NARROW
 
-    def pays(self, ctx: Any, platform: str, device_kind: str | None) -> _policy.Decision | None:
+    def pays(self, ctx: Any, platform: str) -> _policy.Decision | None:
         """The measurement by which the kernel is expected to be faster than XLA, or None."""
-        return self.decision(ctx, platform, device_kind, None, 2)
+        return self.decision(ctx, platform, None, 2)
 
     def decision(
         self,
         ctx: Any,
         platform: str,
-        device_kind: str | None,
         implementation: str | None,
         arrays: int,
     ) -> _policy.Decision | None:
@@ -80,11 +80,11 @@ class Softmax:
             return None
         how = {"axis": axis, "log": False}
         call = _policy.describe(_rows.softmax_p, [aval], implementation, **how)
-        decision = _policy.choose(call, platform, device_kind)
+        decision = _policy.choose(call, platform, explanation.device_kind(platform))
         if decision.implementation != "native":
             return None
         native, xla = decision.native_us, decision.xla_us
-        if _exp_sums.is_stored(self.x) or native is None or xla is None:
+        if exp_sums.is_stored(self.x) or native is None or xla is None:
             return decision
         # XLA computes these rows as it reads them, but has to write them for the kernel. That is
         # estimated to take the kernel's time for as many arrays.
@@ -130,16 +130,16 @@ class Gradient:
     def has_kernel(self) -> bool:
         return self.softmax.has_kernel
 
-    def pays(self, ctx: Any, platform: str, device_kind: str | None) -> _policy.Decision | None:
+    def pays(self, ctx: Any, platform: str) -> _policy.Decision | None:
         """The same for the softmax with its gradient, as both were measured together.
 
         The times are those of the gradient alone if the softmax is a kernel already.
         """
-        both = self.softmax.decision(ctx, platform, device_kind, _policy.WITH_GRADIENT, 5)
+        both = self.softmax.decision(ctx, platform, _policy.WITH_GRADIENT, 5)
         known = known_in(ctx).results.get(self.softmax.exponentials)
         if both is None or known is None or known.is_by_xla:
             return both
-        one = self.softmax.pays(ctx, platform, device_kind)
+        one = self.softmax.pays(ctx, platform)
         if one is None or one.native_us is None or one.xla_us is None:
             return both
         return dataclasses.replace(
@@ -190,6 +190,7 @@ class Known:
 
 
 def known_in(ctx: Any) -> Known:
+    """What is known of the program in which an operation is lowered."""
     known: Known = _compat.functions_of_module(ctx).setdefault(Known, Known({}, {}, {}, set()))
     return known
 
@@ -221,7 +222,7 @@ def find(exponentials: Any, divisor: Any) -> Softmax | None:
     aval = _emit.aval_of(x)
     if aval is None or aval.dtype.name not in _DTYPES or aval.size == 0:
         return None
-    found = _exp_sums.maximum_of(centre, x, axis, of_transposed=True)
+    found = exp_sums.maximum_of(centre, x, axis, of_transposed=True)
     # If infinite maxima were replaced by 0, rows with infinity would have other results.
     return Softmax(x, axis, exponentials) if found and not found[1] else None
 

@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from jax_oneflow_ops._policy import bytes_text
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -136,12 +138,6 @@ def _fit(text: str, width: int, keep_end: bool) -> str:
 
 def _shape(shape: Sequence[Any]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
-
-
-def bytes_text(n: int) -> str:
-    """A number of bytes in readable units."""
-    power = min(3, max(0, n.bit_length() - 1) // 10)
-    return f"{n / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def _time(us: float | None) -> str:

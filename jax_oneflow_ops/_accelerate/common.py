@@ -1,0 +1,84 @@
+"""What all rules ask: whether they apply to an operation, and whether kernels may run there."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jax_oneflow_ops import _compat, _native, _policy
+
+PLATFORMS = ("cpu", "cuda")
+ON, DETERMINISTIC = "on", "deterministic"
+# Suffixes of the above: around the call of a function whose chains are fused, and inside of it.
+FUSE, FUSED = "+fuse", "+fused"
+
+
+def mode(ctx: Any) -> str | None:
+    """The mode of the scope in which an operation was traced; None outside of scopes."""
+    scope = _compat.scope_of(ctx)
+    return scope and scope.partition("+")[0]
+
+
+def is_open(ctx: Any) -> bool:
+    """Whether an operation was traced in a scope that accelerates it."""
+    return mode(ctx) in (ON, DETERMINISTIC)
+
+
+def may_change(ctx: Any, platform: str) -> bool:
+    """Whether an operation is in a scope, on a platform where it may be replaced."""
+    return is_open(ctx) and (platform == "cuda" or is_asked_for())
+
+
+def runs_kernels(platform: str) -> bool:
+    """Whether there are kernels, and the environment does not switch them off."""
+    implementation = _native.choose_implementation("accelerate", None)
+    return _native.is_used("accelerate", platform, implementation)
+
+
+def is_asked_for() -> bool:
+    """Whether kernels run wherever they can, regardless of measurements."""
+    return _native.choose_implementation("accelerate", None) == "native"
+
+
+def why_no_kernels(ctx: Any, platform: str) -> str | None:
+    """The reason why no kernels run where an operation was traced, or None."""
+    if not runs_kernels(platform):
+        asked = _native.choose_implementation("accelerate", None) is not None
+        none = f"there are no kernels for {platform}"
+        return "JAX_ONEFLOW_OPS_IMPLEMENTATION is xla" if asked else none
+    if _compat.is_computed_elsewhere(ctx):
+        return "jax.experimental.compute_on says where it runs"
+    if _compat.automatic_axes_beside_manual_ones(ctx):
+        return "in a shard_map over some axes of the mesh only, kernels would all-gather"
+    return None
+
+
+def lower(
+    function: Callable[..., Any], ctx: Any, *operands: Any, several: bool = False, **how: Any
+) -> Any:
+    """Lowers `function(*operands, **how)`, which jax traces. `several`: it returns a list."""
+    rule = _compat.lower_plain(_same(function, **how), several)
+    results = rule(_compat.with_current_mesh(ctx), *operands)
+    return _compat.with_shardings_of_types(ctx, results)
+
+
+@functools.lru_cache(maxsize=1024)
+def _same(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """One function for equal calls: jax traces it once, and lowers it once per program."""
+    return jax.jit(functools.partial(function, **how))
+
+
+def equations(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str, dict[Any, Any]]]:
+    """Yields the equations of a traced program and of all programs inside, with the user's lines.
+
+    Yields with each a dict from variables to the equations before it that made them.
+    """
+    made: dict[Any, Any] = {}
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        line = _compat.user_line(equation.source_info.traceback) or outer
+        yield equation, line, made
+        made.update((variable, equation) for variable in equation.outvars)
+        for inner in jax.tree.leaves(equation.params, is_leaf=_policy.is_jaxpr):
+            if _policy.is_jaxpr(inner):
+                yield from equations(inner, line)
