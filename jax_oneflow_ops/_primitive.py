@@ -610,8 +610,8 @@ def _mesh_axes(
         if name in axes:
             continue
         place = next(
-            f"dimension {side.index(name)} of operand {i}"
-            for i, side in enumerate(names.operands)
+            f"dimension {side.index(name)} of an array of shape {tuple(x.shape)}"
+            for x, side in zip(args, names.operands, strict=True)
             if name in side
         )
         _warn_of_gather(function, place, reason)

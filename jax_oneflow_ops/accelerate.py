@@ -31,8 +31,8 @@ def accelerate(
     Inside, JAX's own scatters that add, subtract, multiply or take maxima or minima run as native
     kernels: those of `jax.ops.segment_sum` and its relatives, ``x.at[...].add``, `jnp.bincount` and
     `jnp.histogram`, and the gradients of lookups, as in embeddings, `jnp.take_along_axis` and
-    `jax.image.resize`. The searches of `jnp.searchsorted` and `jnp.digitize` are kernels, too. On
-    one device, kernels also compute sums and dot products of gathered rows, such as
+    `jax.image.resize`. The searches of `jnp.searchsorted` and `jnp.digitize` are kernels, too.
+    Kernels also compute sums and dot products of gathered rows, such as
     ``segment_sum(w[:, None] * x[senders], receivers)``, without an array of these rows, where that
     was measured to be faster. On GPUs, cuDNN computes 16-bit attention without an array of weights,
     kernels compute other 16-bit softmaxes and their gradients, and sums of exponentials, as in

@@ -1,6 +1,7 @@
 """Sums of gathered rows inside `accelerate`: what is recognised, and that results agree."""
 
-import functools
+import collections
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
 from tests.arrays import rng_for
-from tests.test_lowering import ENVIRONMENT_VARIABLE, accelerated, lowered_targets, native_backend
+from tests.test_lowering import (
+    ENVIRONMENT_VARIABLE,
+    accelerated,
+    compiled,
+    lowered_targets,
+    native_backend,
+    targets,
+)
 
 pytestmark = native_backend
 
@@ -369,13 +378,103 @@ def test_explain_names_no_array_that_is_not_stored():
     assert asked.swapped
 
 
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
+# --- several devices ------------------------------------------------------------------------------
+
+several = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
+
+
+def of_graph(dtype="float32"):
+    """Arguments whose sizes are even, so that two devices can share them."""
+    x, w = operands(dtype, (24, 4, 6), (160, 4))
+    return x, w, *graph(edges=160, nodes=24)
+
+
+def gradients(x, w, s, r):
+    return jax.grad(lambda x, w: jnp.sum(jnp.sin(total(w[..., None] * x[s], r))), (0, 1))(x, w)
+
+
+def check_compiled(f, *args):
+    """Compares with JAX as `check`, and returns the kernels and collectives of each device."""
+    hlo = compiled(jof.accelerate(lambda *args: f(*args)), *args)
+    check(f, *args)
+    found = collections.Counter(target for target in targets(hlo) if target.startswith((SUM, DOT)))
+    found["all-reduce"] = len(re.findall(r" all-reduce(?:-start)?\(", hlo))
+    assert "all-gather" not in hlo
+    return +found
+
+
+# The axes that shard x, w, and the ids; and the numbers of all-reduces of the sum and of gradients.
+SHARDED = {
+    "replicated": ((), (), (), 0, 0),
+    "edges": ((), ("d",), ("d",), 1, 2),
+    "heads": ((None, "d"), (None, "d"), (), 0, 0),
+    "features": ((None, None, "d"), (), (), 0, 1),
+}
+
+
+@several
 @pytest.mark.usefixtures("native")
-def test_programs_over_several_devices_keep_their_sums():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    put = functools.partial(
-        jax.device_put, device=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    )
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SHARDED)
+def test_on_several_devices(name, dtype):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    of_x, of_w, of_ids, *reduced = SHARDED[name]
+    specs = [jax.NamedSharding(mesh, P(*spec)) for spec in (of_x, of_w, of_ids, of_ids)]
+    args = [*map(jax.device_put, of_graph(dtype), specs)]
+    sums = check_compiled(SUMS["weights of heads"], *args)
+    assert sums == collections.Counter({SUM: 1, "all-reduce": reduced[0]}) - collections.Counter()
+    found = check_compiled(gradients, *args)
+    assert (found[SUM], found[DOT]) == (2, 1)
+    assert (found["all-reduce"] > 0) == (reduced[1] > 0)  # XLA may combine them
+
+
+@several
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", sorted({*SUMS} - {"sorted"}))
+def test_forms_on_several_devices(name):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     x, w = operands("float32", HEADS_OF_ROWS, OF_EDGES)
-    args = [*map(put, (x, w, *graph()))]
-    assert not check(SUMS["weights of heads"], *args)  # kernels are in each device's program
+    args = [jax.device_put(x, jax.NamedSharding(mesh, P())) for x in (x, w, *graph())]
+    assert check_compiled(SUMS[name], *args) == {SUM: 1}
+
+
+@several
+@pytest.mark.usefixtures("native")
+def test_with_explicit_axes():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    args = [
+        jax.device_put(x, jax.NamedSharding(mesh, P(*("d",) * (i > 0))))
+        for i, x in enumerate(of_graph())
+    ]
+
+    def f(x, w, s, r):
+        rows = x.at[s].get(out_sharding=P("d"))
+        zeros = jnp.zeros((SEGMENTS, *x.shape[1:]), x.dtype)
+        return zeros.at[r].add(w[..., None] * rows, out_sharding=P())
+
+    with jax.set_mesh(mesh):
+        assert check_compiled(f, *args) == {SUM: 1, "all-reduce": 1}
+
+
+@several
+@pytest.mark.usefixtures("native")
+def test_in_a_shard_map():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (P(), P("d"), P("d"), P("d")), "out_specs": P()}
+    f = jax.shard_map(
+        lambda *args: jax.lax.psum(SUMS["weights of heads"](*args), "d"), mesh=mesh, **specs
+    )
+    assert check_compiled(f, *of_graph()) == {SUM: 1, "all-reduce": 1}
+
+
+@several
+@pytest.mark.usefixtures("native")
+def test_a_sharded_table_is_gathered_with_a_warning():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, *rest = of_graph()
+    x = jax.device_put(x, jax.NamedSharding(mesh, P("d")))
+    rest = [jax.device_put(y, jax.NamedSharding(mesh, P())) for y in rest]
+    f = jax.jit(jof.accelerate(SUMS["weights of heads"]))
+    with pytest.warns(jof.GatherWarning, match=r"an array of shape \(24, 4, 6\)"):
+        y = f(x, *rest)
+    assert_near(y, SUMS["weights of heads"](x, *rest), "float32")

@@ -17,7 +17,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_oneflow_ops import _compat, _emit, _graph, _scatter, _scatter_policy, _scatter_rows
+from jax_oneflow_ops import (
+    _compat,
+    _emit,
+    _graph,
+    _primitive,
+    _scatter,
+    _scatter_policy,
+    _scatter_rows,
+)
+from jax_oneflow_ops._accelerate import common
 from jax_oneflow_ops._compat import operands_of, shape_of
 
 FROM_TABLES = "reads the gathered rows directly from their table, without an array of them"
@@ -67,14 +76,16 @@ class Message:
         """The types of the arrays that the kernel reads, except for those of the scatter."""
         return [*map(_emit.aval_of, self.values)]
 
-    def pays(self, platform: str) -> bool:
+    def pays(self, ctx: Any, platform: str) -> bool:
         """Whether the kernel is expected to be faster than a sum of stored rows, and than XLA."""
-        return _scatter_policy.message_sum_pays(_problem(self.scatter, platform, self.avals[0]))
+        problem = _problem(self.scatter, platform, self.avals[0])
+        edges = -(-problem.updates // _compat.count_shards(ctx))
+        return _scatter_policy.message_sum_pays(dataclasses.replace(problem, updates=edges))
 
     def lower(self, ctx: Any, ids: Any, platform: str, read: str) -> list[Any]:
         """Lowers the sum. `ids` and `read` are the results of `scatters.as_written`."""
         avals = [ctx.avals_in[1], *self.avals]
-        results = _emit.lower(
+        return _lower(
             *(_sum_messages, ctx.replace(avals_in=avals), ids, *self.values),
             scatter=self.scatter,
             platform=platform,
@@ -82,7 +93,6 @@ class Message:
             weight_dims=self.weight_dims,
             count=len(self.gathered.values),
         )
-        return _compat.with_shardings_of_types(ctx, results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,22 +108,30 @@ class Pair:
         """The types of the arrays that the kernel reads."""
         return [*map(_emit.aval_of, (*self.first.values, *self.second.values))]
 
-    def pays(self, platform: str) -> bool:
+    def pays(self, ctx: Any, platform: str) -> bool:
         """Whether the kernel is expected to be faster than XLA."""
         edges, *row = self.products.shape
-        dtype = self.avals[0].dtype
+        edges, dtype = -(-edges // _compat.count_shards(ctx)), self.avals[0].dtype
         return _scatter_policy.dot_products_pay(platform, edges, math.prod(row), dtype)
 
     def lower(self, ctx: Any) -> list[Any]:
         """Lowers the dot products."""
         values, (result,) = (*self.first.values, *self.second.values), ctx.avals_out
-        results = _emit.lower(
+        return _lower(
             *(_dots, ctx.replace(avals_in=self.avals), *values),
             count=len(self.first.values),
             dims=result.ndim - 1,
             dtype=result.dtype,
         )
+
+
+def _lower(function: Any, ctx: Any, *values: Any, **how: Any) -> list[Any]:
+    """Lowers to kernels of one device's arrays, or to operations that the partitioner shards."""
+    if _compat.knows_shapes_of_shards(ctx):
+        results = _emit.lower(function, ctx, *values, alone=True, **how)
         return _compat.with_shardings_of_types(ctx, results)
+    results = common.lower(function, _compat.with_devices(ctx), *values, alone=False, **how)
+    return list(results)
 
 
 # ---- what a program computes ----
@@ -122,7 +140,7 @@ class Pair:
 def message_of(scatter: _scatter_rows.Rows, ctx: Any, updates: Any) -> Message | None:
     """The messages that a scatter of `updates` sums; None if it does something else.
 
-    None also if kernels cannot sum them, and in programs over several devices.
+    None also if kernels cannot sum them.
     """
     operand, _, of_updates = ctx.avals_in
     edges, *row = of_updates.shape
@@ -130,7 +148,7 @@ def message_of(scatter: _scatter_rows.Rows, ctx: Any, updates: Any) -> Message |
     if not row or not adds_rows or (*row,) != operand.shape[1:]:
         return None
     fits = edges <= _graph.MOST and scatter.count <= _graph.MOST_ROWS
-    if not fits or operand.dtype not in _graph.FLOATS or not _compat.is_for_one_device(ctx):
+    if not fits or operand.dtype not in _graph.FLOATS or not _compat.can_be_sharded(ctx):
         return None
     value = updates
     while (parts := operands_of(value, "stablehlo.reshape")) and shape_of(parts[0])[:1] == [edges]:
@@ -147,12 +165,12 @@ def message_of(scatter: _scatter_rows.Rows, ctx: Any, updates: Any) -> Message |
 def pair_of(ctx: Any, operand: Any, axes: Sequence[int]) -> Pair | None:
     """The rows whose products a sum over `axes` adds up; None if it does something else.
 
-    None also if kernels cannot multiply them, and in programs over several devices. 16-bit products
-    may have been converted to float32 before the sum, as `jnp.sum` does.
+    None also if kernels cannot multiply them. 16-bit products may have been converted to float32
+    before the sum, as `jnp.sum` does.
     """
     (products,), (result,) = ctx.avals_in, ctx.avals_out
     are_last = 0 < result.ndim == min(axes, default=0)  # the axes, and edges are not among them
-    if not are_last or not _compat.has_known_sizes(ctx) or not _compat.is_for_one_device(ctx):
+    if not are_last or not _compat.has_known_sizes(ctx):
         return None
     if products.size == 0 or products.shape[0] > _graph.MOST:
         return None
@@ -167,7 +185,7 @@ def pair_of(ctx: Any, operand: Any, axes: Sequence[int]) -> Pair | None:
     dtype = pair.avals[0].dtype
     if dtype not in _graph.FLOATS or products.dtype not in (dtype, _graph.compute_dtype(dtype)):
         return None
-    return pair
+    return pair if _compat.can_be_sharded(ctx) else None
 
 
 def _gathered(value: Any) -> Gathered | None:
@@ -210,6 +228,14 @@ def _weights(value: Any) -> tuple[Any, int] | None:
 # ---- what it computes instead, from arrays of `_emit` ----
 
 
+# How primitives are called in programs over several devices. Edges that read no row are dropped.
+_ON_SEVERAL: dict[str, Any] = {
+    "function": "accelerate",
+    "implementation": "native",
+    "drops_senders": True,
+}
+
+
 def _problem(scatter: _scatter_rows.Rows, platform: str, table: Any) -> _scatter_policy.Problem:
     is_sorted = scatter.indices_are_sorted
     return _scatter_policy.Problem(platform, *scatter.problem, table.dtype, is_sorted=is_sorted)
@@ -223,14 +249,31 @@ def _sum_messages(
     read: str,
     weight_dims: int,
     count: int,
+    alone: bool,
 ) -> Any:
     """The sums of messages, in the shape of the scatter's result.
 
     The first `count` of the values are those of the gathered rows; the weights follow. Keys of
-    edges that go nowhere are out of range, and the kernel ignores them.
+    edges that go nowhere are out of range, and the kernel ignores them. `alone`: the arrays are
+    those of one device.
     """
     ids = scatter.ids(indices.reshape(*indices.shape, 1) if read else indices)
     indexing = scatter.read(False, row_rank=1, wrap=read == "wrap")
+    (table, sources), weights = _read(*values[:count]), values[count:]
+    table = _in_heads(table, weight_dims)
+    heads = table.shape[1]
+    of_edges = weights[0].reshape(sources.size, heads) if weights else None
+    if not alone:
+        rows, is_row = indexing.resolved(ids.reshape(-1), scatter.count)
+        receivers = jnp.where(is_row, rows, -1).astype(jnp.int32)
+        shared: Any = _graph.message_sum(
+            (sources, receivers, *_graph.no_order(), *_graph.no_order()),
+            table,
+            _graph.no_weights(heads, table.dtype) if of_edges is None else of_edges,
+            num_segments=scatter.count,
+            **_ON_SEVERAL,
+        )
+        return shared.reshape(scatter.shape)
     order = None
     if scatter.indices_are_sorted:
         # Ids may have 64 bits. Those out of range stay so in 32 bits.
@@ -240,12 +283,10 @@ def _sum_messages(
         p = _problem(scatter, platform, values[0])
         keys, order = _scatter.sort_rows(p, ids.reshape(1, -1), indexing)
         order = order.astype(jnp.int32)
-    (table, sources), weights = _read(*values[:count]), values[count:]
-    table = _in_heads(table, weight_dims)
     result = _graph.sum_of_rows(
         platform,
         table,
-        weights[0].reshape(sources.size, table.shape[1]) if weights else None,
+        of_edges,
         sources,
         keys.reshape(-1).astype(jnp.int32),
         order,
@@ -254,14 +295,19 @@ def _sum_messages(
     return result.reshape(scatter.shape)
 
 
-def _dots(*values: Any, count: int, dims: int, dtype: Any) -> Any:
+def _dots(*values: Any, count: int, dims: int, dtype: Any, alone: bool) -> Any:
     """The dot products (E, *row[:dims]) of rows over their other dimensions.
 
     The first `count` of the values are those of the rows at one end of the edges.
     """
     (a, a_ids), (b, b_ids) = _read(*values[:count]), _read(*values[count:])
     a_rows, b_rows = (_in_heads(x, dims) for x in (a, b))
-    result = _graph.dots_of_rows(a_rows, b_rows, a_ids, b_ids, None, dtype)
+    if alone:
+        result = _graph.dots_of_rows(a_rows, b_rows, a_ids, b_ids, None, dtype)
+    else:
+        graph = b_ids, a_ids, *_graph.no_order(), *_graph.no_order()
+        how = {"dtype": dtype, **_ON_SEVERAL}
+        result = _primitive.bind(_graph.edge_dot_p, *graph, a_rows, b_rows, **how)
     return result.reshape(a_ids.size, *a.shape[1 : 1 + dims])
 
 

@@ -50,7 +50,7 @@ def _sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowe
             return rule(ctx, operand, **params)
         (result,), is_asked_for = ctx.avals_out, common.is_asked_for()
         if pair := gathers.pair_of(ctx, source, axes):
-            if not (is_asked_for or pair.pays(platform)):
+            if not (is_asked_for or pair.pays(ctx, platform)):
                 return rule(ctx, operand, **params)
             results, shapes = pair.lower(ctx), (result, pair.products)
             how = primitive.name, shapes, gathers.FROM_TABLES

@@ -327,7 +327,7 @@ def _choose(
     if is_fresh and explanation.is_known(ctx.avals_in) and rows.single is not None:
         return _Choice("single updates: XLA selects them where it reads the sums", selected=rows)
     if message is not None:
-        if deterministic or message.pays(platform):
+        if deterministic or message.pays(ctx, platform):
             return _Choice(gathers.FROM_TABLES, rows, message=message)
         if platform == "cuda" and operand.dtype.itemsize > 2:
             return _Choice("XLA fuses the gather with its sum, by atomics", message=message)
