@@ -634,6 +634,11 @@ def operands_of(value: Any, *names: str) -> list[Any]:
     return [*map(without_constraints, op.operands)] if op is not None and op.name in names else []
 
 
+def is_boolean(value: Any) -> bool:
+    """Whether a value is an array of booleans."""
+    return str(ir.ShapedType(value.type).element_type) == "i1"
+
+
 def without_constraints(value: Any) -> Any:
     """What a value was before constraints on its sharding.
 

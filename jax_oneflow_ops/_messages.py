@@ -698,10 +698,12 @@ def traced(
 
 def _trace(function: str, fun: Callable[..., Any], avals: Sequence[Any]) -> Any:
     def one(*args: Any) -> Any:
-        leaves = jax.tree.leaves(fun(*args))
-        if len(leaves) != 1:
-            raise TypeError(f"{function}: fun must return one array, got {len(leaves)}")
-        return jnp.asarray(leaves[0])
+        result = fun(*args)
+        leaves = jax.tree.leaves(result)
+        if len(leaves) != 1 or leaves[0] is not result:
+            found = f"{len(leaves)} in a {type(result).__name__}"
+            raise TypeError(f"{function}: fun must return one array, got {found}")
+        return jnp.asarray(result)
 
     return trace(function, one, avals)
 

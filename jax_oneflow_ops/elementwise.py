@@ -359,6 +359,7 @@ _minimum_p = _elementwise.differentiable("minimum", jnp.minimum, inputs=2)
 _scale_p = _elementwise.differentiable("scale", jnp.multiply, parameters=1, linear=(0,))
 _fma_p = _elementwise.fused_multiply_add(_reference.fma, _multiply_p, _add_p)
 _where_p = _elementwise.selection(_reference.where)
+_where_by_jnp: Any = jax.jit(_reference.where)
 _cast_p = _elementwise.conversion()
 
 
@@ -517,7 +518,7 @@ def where(
     operands = {"condition": condition, "x": x, "y": y}
     arrays = {k: _checks.as_array("where", k, v, numbers=True) for k, v in operands.items()}
     _operands.broadcast_shape("where", {k: v.shape for k, v in arrays.items()})
-    like = jax.eval_shape(_reference.where, *arrays.values())
+    like = _where_by_jnp.eval_shape(*arrays.values())
     if not _checks.is_movable(like.dtype):
         if choice == "native":
             raise _no_kernel("where", "dtypes of 1, 2, 4, 8 or 16 whole bytes", like.dtype)
@@ -549,10 +550,7 @@ def cast(x: ArrayLike, dtype: DTypeLike, *, implementation: Implementation = Non
     """
     choice = _native.choose_implementation("cast", implementation)
     x = _checks.as_array("cast", "x", x, numbers=True)
-    try:
-        new_dtype = jax.eval_shape(lambda x: x.astype(dtype), x).dtype
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"cast: {x.dtype} cannot be converted to {dtype!r}: {error}") from error
+    new_dtype = _converted_dtype(x, dtype)
     if not {x.dtype, new_dtype} <= _REAL_DTYPES:
         if choice == "native":
             raise _no_kernel(
@@ -563,6 +561,20 @@ def cast(x: ArrayLike, dtype: DTypeLike, *, implementation: Implementation = Non
         return x.astype(dtype)  # moves nothing
     result: jax.Array = _operands.bind(_cast_p, x, new_dtype=new_dtype, implementation=choice)
     return result
+
+
+def _converted_dtype(x: jax.Array, dtype: Any) -> Any:
+    """The dtype of ``x.astype(dtype)``; the errors and warnings are those of jax.
+
+    jax is not asked in the most frequent cases, as it would trace a function for each call.
+    """
+    is_plain = isinstance(dtype, np.dtype | type(jnp.float32))
+    if is_plain and {x.dtype, plain := np.dtype(dtype)} <= _REAL_DTYPES and plain.itemsize < 8:
+        return plain
+    try:
+        return jax.eval_shape(lambda x: x.astype(dtype), x).dtype
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"cast: {x.dtype} cannot be converted to {dtype!r}: {error}") from error
 
 
 # ---- gated linear units ----

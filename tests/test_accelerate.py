@@ -1667,6 +1667,16 @@ def test_tuning_runs_on_copies(monkeypatch, tmp_path):
     assert state["x"].is_deleted()  # the call itself donated it
 
 
+def test_a_tuned_method_needs_to_be_jitted(measured):
+    class Model:
+        @functools.partial(jof.accelerate, tune=True)
+        def step(self, x):
+            return x
+
+    with pytest.raises(TypeError, match=r"needs arrays as arguments, got Model\. Remedy"):
+        Model().step(TABLE)
+
+
 def test_a_tuned_function_is_not_for_transformations(measured):
     with pytest.raises(TypeError, match=r"Remedy: jof\.accelerate\(jax\.jit\(fun\), tune=True\)"):
         jax.jit(jof.accelerate(adds, tune=True))(TABLE, IDS)

@@ -286,6 +286,11 @@ ADDED = {
     "inverted": lambda mask: lambda x: x + jnp.where(mask == 0, LOW, 0).astype(x.dtype),
     "float32": lambda mask: lambda x: x.astype(jnp.float32) + bias_of(mask, jnp.float32, -1e10),
     "widened": lambda mask: lambda x: x.astype(jnp.float32) + bias_of(mask).astype(jnp.float32),
+    "subtracted": lambda mask: lambda x: x - jnp.where(mask > 0, 0, 1e30).astype(x.dtype),
+    # As in Keras and in Hugging Face's DistilBERT.
+    "by arithmetic": lambda mask: lambda x: x + (1.0 - (mask > 0).astype(x.dtype)) * -1e9,
+    "less arithmetic": lambda mask: lambda x: x - 1e30 * (1 - (mask > 0).astype(x.dtype)),
+    "a product": lambda mask: lambda x: x + (mask == 0).astype(jnp.float32).astype(x.dtype) * LOW,
 }
 
 
@@ -297,6 +302,8 @@ def test_masks_that_are_added(how, name, lengths):
     """As from masks of 0 and 1 in Hugging Face's models; rows without keys have equal weights."""
     queries, keys = lengths
     mask = masks(*lengths)[name]
+    if mask.ndim == 0 and how in ("by arithmetic", "a product"):
+        pytest.skip("JAX computes the number that is added while it traces the function")
     apply = ADDED[how](jnp.asarray(mask, jnp.int32))
 
     def normalise(x):
@@ -315,6 +322,25 @@ def test_biases_of_the_function_of_jax(key_heads):
                 return OF_JAX(q, k, v, bias=bias_of(jnp.asarray(mask, jnp.int32)))
 
             check(attention, mask, 1 / math.sqrt(8), added=True, key_heads=key_heads)
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        lambda mask: (1.0 - mask) * -1e9,  # numbers, perhaps between 0 and 1
+        lambda mask: (1.0 - (mask > 0).astype(BF16)) * -5,
+        lambda mask: (2.0 - (mask > 0).astype(BF16)) * -1e9,
+        lambda mask: (1.0 - (mask > 0).astype(BF16)) * 1e9,
+        lambda mask: (mask > 0).astype(BF16) * -jnp.inf,  # NaN
+    ],
+)
+def test_arithmetic_that_makes_no_mask(bias):
+    def attention(q, k, v, mask):
+        return written_out(lambda x: x + bias(mask))(q, k, v)
+
+    *args, _ = operands()
+    mask = jnp.asarray(masks(10, 10)["all"], BF16)
+    assert swapped(attention, *args, mask) == {}
 
 
 def test_added_masks_of_positions():
@@ -402,6 +428,10 @@ def test_causal_masks_of_other_lengths_stay():
     assert swapped(f, *operands(queries=10, keys=12)[:3]) == {}
 
 
+KEEPS = np.arange(20).reshape(2, 10) % 7 < 5
+MASK_OF_ALL = np.arange(200).reshape(2, 10, 10) % 7 < 5
+
+
 @settings(max_examples=40, phases=[Phase.explicit, Phase.generate])  # what fails is short enough
 @given(st.data())
 def test_dimensions_in_any_order(data):
@@ -444,6 +474,66 @@ def test_dimensions_in_any_order(data):
     both = with_gradients(attention)
     assert_close(jax.jit(jof.accelerate(both))(*args), wanted, BF16)
     assert swapped(both, *args) == GRADIENT
+
+
+# ---- heads that are one dimension of the softmax, and two of the products ----
+
+
+def merged(mask=lambda x: x, logits="btkgs", groups=3, of_values=None):
+    """Attention of key heads to so many heads each. Logits pass through `mask` with N heads.
+
+    Their dimensions are batch, queries, N heads and keys, or as in `logits`, with heads "kg".
+    """
+
+    def attention(q, k, v):
+        q = q.reshape(*q.shape[:2], -1, groups, q.shape[3])
+        x = jnp.einsum(f"btkgd,bskd->{logits}", q * FACTOR, k)
+        at = logits.index("k")
+        y = mask(x.reshape(*x.shape[:at], -1, *x.shape[at + 2 :]))
+        weights = jax.nn.softmax(y)
+        weights = weights.reshape(*x.shape[:at], -1, of_values or groups, *x.shape[at + 2 :])
+        return jnp.einsum(f"{logits},bskd->btkgd", weights, v).reshape(*q.shape[:2], -1, v.shape[3])
+
+    return attention
+
+
+MERGED = {
+    "no mask": (lambda x: x, True),
+    "causal": (lambda x: jnp.where(below(x.swapaxes(1, 2))[:, None], x, LOW), "causal"),
+    "of keys": (lambda x: jnp.where(KEEPS[:, None, None], x, LOW), KEEPS[:, None, None]),
+    "of queries and keys": (
+        lambda x: jnp.where(MASK_OF_ALL[:, :, None], x, LOW),
+        MASK_OF_ALL[:, None],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_merged_heads(name):
+    """As in flax's Gemma: logits (B, T, K, G, S) become (B, T, N, S), and weights become 5D."""
+    mask, kept = MERGED[name]
+    check(merged(mask), kept, heads=6, key_heads=2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("logits", ["bkgts", "kgbts"])
+def test_merged_heads_in_another_order(logits, causal):
+    mask = CAUSAL["where"] if causal else lambda x: x
+    check(merged(mask, logits), "causal" if causal else True, heads=6, key_heads=2)
+
+
+def test_merged_heads_in_a_select_of_each_head_stay():
+    some = np.asarray(masks(10, 10)["all"]).repeat(2, 1).swapaxes(1, 2)
+    f = merged(lambda x: jnp.where(some, x, LOW))
+    check(f, some.swapaxes(1, 2), heads=6, key_heads=2, expected={})
+
+
+def test_heads_that_are_merged_in_another_way_stay():
+    q, k, *_ = operands(heads=6, key_heads=2)
+    *_, v, _ = operands(heads=6, key_heads=3)
+    f = merged(of_values=2)
+    agrees(f, q, k, v)
+    assert swapped(f, q, k, v) == {}
 
 
 # ---- programs ----

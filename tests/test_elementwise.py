@@ -1122,3 +1122,27 @@ def test_batches_of_gradients(implementation):
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     empty = jax.vmap(jax.grad(lambda x: gelu(x).sum()))(jnp.ones((3, 0)))
     assert empty.shape == (3, 0)
+
+
+CALLS = {
+    "gelu": lambda x: jof.gelu(x),
+    "swiglu": lambda x: jof.swiglu(x, x),
+    "where": lambda x: jof.where(x > 0, x, 0.0),
+    "cast": lambda x: jof.cast(x, jnp.bfloat16),
+    "cast to a dtype": lambda x: jof.cast(x, np.dtype("int8")),
+    "permute": lambda x: jof.permute(x),
+    "softmax": lambda x: jof.softmax(x),
+    "segment_sum": lambda x: jof.segment_sum(x, jnp.arange(4), 4),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_outside_of_jit_are_traced_once(name, caplog):
+    x = jnp.ones((4, 6))
+    CALLS[name](x)
+    with jax.log_compiles():
+        CALLS[name](x)
+    assert not [record for record in caplog.messages if "Finished tracing" in record]
+    with jax.log_compiles():
+        CALLS[name](jnp.ones((4, 7)))
+    assert [record for record in caplog.messages if "Finished tracing" in record]

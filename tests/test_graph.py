@@ -518,6 +518,8 @@ def test_types_that_do_not_fit():
         jof.message_max(*(table,) * 4, num_segments=2)
     with pytest.raises(TypeError, match=r"^message_sum: fun must return one array, got 2"):
         jof.message_sum(lambda x: (x, x), (table,), ids, ids, num_segments=2)
+    with pytest.raises(TypeError, match=r"must return one array, got 1 in a list$"):
+        jof.message_sum(lambda x: [x], (table,), ids, ids, num_segments=2)
     with pytest.raises(ValueError, match=r"^message_sum: fun must return an array whose first"):
         jof.message_sum(lambda x: x[0], (table,), ids, ids, num_segments=2)
     with pytest.raises(jof.FusionError, match=r"messages reduce nothing. Remedy[^;]*\.$"):

@@ -3,17 +3,20 @@
 Logits may be scaled by a number and masked, before or after they are widened to float32. Dimensions
 may have any order, and there may be several of the batch, none, or heads that share keys. Labels
 keep track of them: a dimension of an operand or result is labelled with the dimension of the logits
-to which it corresponds, or as features.
+to which it corresponds, or as features. A reshape may merge two dimensions of the products into one
+of the softmax, as in models that compute with groups of heads: these get the labels that follow
+those of the dimensions of the logits.
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_oneflow_ops import _compat, _emit
 from jax_oneflow_ops._accelerate import exp_sums, softmaxes, symbols
@@ -58,10 +61,12 @@ def _free_dims(rank: int, contracting: Sequence[int], batch: Sequence[int]) -> l
     return [d for d in range(rank) if d not in (*contracting, *batch)]
 
 
-def _product_before(ctx: Any, value: Any, result: Labels, contracted: int) -> _Product | None:
+def _product_before(
+    ctx: Any, value: Any, result: Labels | None, contracted: int
+) -> _Product | None:
     """The product that made a value, from the labels of its result and of what it contracts."""
     product = known_in(ctx).padded.get(value) or _compat.product_of(value)
-    if product is None:
+    if product is None or result is None:
         return None
     operands, (contracting, batch) = product
     of_batch, others = result[: len(batch[0])], iter(result[len(batch[0]) :])
@@ -115,14 +120,14 @@ class _Mask:
     """How logits were masked: by a select, or by adding `bias`; one of the two is set.
 
     A select keeps those where `condition` is true if `keeps`, else those where it is false. If
-    `adds`, the select was between numbers, and was added.
+    `adds`, a number was added to the others, and 0 to these.
     """
 
     condition: Place | None
     keeps: bool
     bias: Place | None
     fill: float  # what replaces or is added to what is masked
-    dims: tuple[int | None, ...]  # for each dimension of these, that of the logits
+    dims: tuple[Any, ...]  # for each dimension of these, that of the logits
     adds: bool = False
 
     def queries(self, ctx: Any, keys: int) -> int | None:
@@ -190,27 +195,47 @@ class _Path:
     """What a value was before it was moved, scaled and masked."""
 
     value: Any
-    dims: Sequence[int]  # for each of its dimensions, that of the value at the end
+    # For each of its dimensions, that of the value at the end, or those that it is made of. Parts
+    # of a dimension at the end have numbers that follow those of its dimensions.
+    dims: Sequence[int | tuple[int, ...]]
     scale: float
     masks: tuple[_Mask, ...]
 
     @property
-    def labels(self) -> Labels:
-        """For each dimension, that of the value at the end."""
-        shape = _compat.shape_of(self.value)
-        return tuple(d if n > 1 else None for d, n in zip(self.dims, shape, strict=True))
+    def labels(self) -> Labels | None:
+        """For each dimension, that of the value at the end; None if one is made of several."""
+        if any(isinstance(d, tuple) for d in self.dims):
+            return None
+        dims: Any = zip(self.dims, _compat.shape_of(self.value), strict=True)
+        return tuple(d if n > 1 else None for d, n in dims)
+
+    def parts(self, rank: int) -> list[int]:
+        """The sizes of the parts of a dimension of the value at the end, if it has parts here."""
+        shape: Any = zip(self.dims, _compat.shape_of(self.value), strict=True)
+        sizes = {d: n for d, n in shape if not isinstance(d, tuple)}
+        return [sizes[d] for d in sorted(sizes) if d >= rank]
+
+    def label_of(self, d: Any, labels: Labels) -> int | None:
+        """The label of one or several dimensions at the end, which have these labels."""
+        return self.dims.index(d) if isinstance(d, tuple) else labels[d]
 
     def labels_at_end(self, rank: int) -> Labels:
         """For each dimension of the value at the end, the dimension here."""
-        places = {d: place for place, d in enumerate(self.labels) if d is not None}
+        places = dict[int, int]()
+        for place, (d, n) in enumerate(zip(self.dims, _compat.shape_of(self.value), strict=True)):
+            if isinstance(d, tuple):
+                places |= {part: len(self.dims) + i for i, part in enumerate(d)}
+            elif n > 1:
+                places[d] = place
         return tuple(map(places.get, range(rank)))
 
 
 def _moved(value: Any, ends: Callable[[Any], bool]) -> _Path | None:
     """Follows a value back to where `ends` holds, through transpositions and conversions."""
     place, dims = Place(_compat.without_constraints(value)), [*range(len(_compat.shape_of(value)))]
+    rank = len(dims)
     while not ends(place.value):
-        if (before := place.before_move(dims)) is None:
+        if (before := place.before_move(dims) or _before_reshape(place, dims, rank)) is None:
             return None
         place, dims = before
     return _Path(place.value, dims, 1, ())
@@ -219,14 +244,14 @@ def _moved(value: Any, ends: Callable[[Any], bool]) -> _Path | None:
 def _scaled(ctx: Any, value: Any, ends: Callable[[Any], bool], fill: float) -> _Path | None:
     """Like `_moved`, but also through factors, and through masks whose fill is at most `fill`."""
     place, dims = Place(_compat.without_constraints(value)), [*range(len(_compat.shape_of(value)))]
-    scale = 1.0
+    rank, scale = len(dims), 1.0
     masks: list[_Mask] = []
     for _ in range(_MOST_STEPS):
         if not place.calls and ends(place.value):
             return _Path(place.value, dims, scale, tuple(masks))
         if inside := place.across_call(ctx):
             place = inside
-        elif before := place.before_move(dims):
+        elif before := place.before_move(dims) or _before_reshape(place, dims, rank):
             place, dims = before
         elif factor := _before_factor(ctx, place):
             place, scale = factor[0], scale * factor[1]
@@ -235,6 +260,32 @@ def _scaled(ctx: Any, value: Any, ends: Callable[[Any], bool], fill: float) -> _
             masks.append(mask)
         else:
             break
+    return None
+
+
+def _before_reshape(place: Place, dims: Sequence[Any], rank: int) -> tuple[Place, list[Any]] | None:
+    """What a value was before one of its dimensions was split, or several were merged; or None.
+
+    The value at the end has so many dimensions. Only one may have parts.
+    """
+    for source in place.operands("stablehlo.reshape"):
+        after, before = (_compat.shape_of(x.value) for x in (place, source))
+        short, long = sorted((after, before), key=len)
+        at = next((i for i, (m, n) in enumerate(zip(short, long, strict=False)) if m != n), None)
+        if at is None:
+            return None
+        count = len(long) - len(short) + 1
+        is_one = short[:at] == long[:at] and short[at + 1 :] == long[at + count :]
+        if not is_one or min(long[at : at + count]) == 1:
+            return None
+        if short is after:  # it was merged
+            parts = [*range(rank, rank + count)]
+            is_first = isinstance(dims[at], int) and not {*parts} & {*dims}
+            return (source, [*dims[:at], *parts, *dims[at + 1 :]]) if is_first else None
+        own = dims[at : at + count]
+        if not all(isinstance(d, int) for d in own):
+            return None
+        return source, [*dims[:at], tuple(own), *dims[at + count :]]
     return None
 
 
@@ -264,6 +315,10 @@ def _before_mask(
             if low is not None and (low <= fill < 0 or low == fill == 0):
                 own = dims if _compat.shape_of(condition.value) else ()  # one for all elements
                 return x, _Mask(condition, keeps, None, low, own)
+    if fill < 0 and (difference := place.operands("stablehlo.subtract")):
+        x, bias = difference
+        mask = _added_mask(ctx, bias, dims, fill, is_subtracted=True)
+        return (x, mask) if mask else None
     pair = place.operands("stablehlo.add") if fill < 0 else ()
     for x, bias in (pair, pair[::-1]) if pair else ():
         if mask := _added_mask(ctx, bias, dims, fill):
@@ -276,32 +331,65 @@ def _before_mask(
     return None
 
 
-def _added_mask(ctx: Any, place: Place, dims: Sequence[Any], fill: float) -> _Mask | None:
-    """The mask that a value is if a condition selects between 0 and a number to make it; or None.
+def _added_mask(
+    ctx: Any, place: Place, dims: Sequence[Any], fill: float, *, is_subtracted: bool = False
+) -> _Mask | None:
+    """The mask that a value is if it is 0 or a number, depending on a condition; or None.
 
-    `dims` says which dimension of the logits each dimension of the value is.
+    The value is selected, or computed from the condition, as in `(1 - mask) * -1e9`. `dims` says
+    which dimension of the logits each dimension of the value is.
     """
-    dtypes = list[Any]()  # of conversions
+    steps: list[Callable[[Any], Any]] = [operator.neg] if is_subtracted else []
     for _ in range(_MOST_STEPS):
         if parts := place.operands("stablehlo.select"):
             condition, *others = parts
             numbers = [x for y in others if (x := symbols.number(ctx, y)) is not None]
-            if len(numbers) != 2 or 0 not in numbers:
-                return None
-            low, own = min(numbers), (*dims,) if _compat.shape_of(condition.value) else ()
-            for dtype in reversed(dtypes):
-                low = float(np.asarray(low).astype(dtype))
-            keeps = numbers[0] == 0
-            return _Mask(condition, keeps, None, low, own, adds=True) if low <= fill else None
+            return _numbers_as_mask(condition, numbers, steps, dims, fill)
+        if (source := place.operands("stablehlo.convert")) and _compat.is_boolean(source[0].value):
+            return _numbers_as_mask(source[0], [1.0, 0.0], steps, dims, fill)
         if inside := place.across_call(ctx):
             place = inside
         elif before := place.before_move(dims) or place.before_repeat(dims):
-            if place.operands("stablehlo.convert"):
-                dtypes += [aval.dtype for aval in [_emit.aval_of(place.value)] if aval]
+            if source and (aval := _emit.aval_of(place.value)):
+                steps.append(aval.dtype.type)  # it rounds
             place, dims = before
+        elif found := _before_arithmetic(ctx, place):
+            place, step = found
+            steps.append(step)
         else:
             break
     return None
+
+
+def _before_arithmetic(ctx: Any, place: Place) -> tuple[Place, Callable[[Any], Any]] | None:
+    """What a value was before an operation with a number, and that operation; or None."""
+    for name, function in (("multiply", operator.mul), ("subtract", operator.sub)):
+        for side, x in enumerate(pair := place.operands(f"stablehlo.{name}")):
+            number, aval = symbols.number(ctx, x), _emit.aval_of(place.value)
+            if number is not None and aval:
+                apply = functools.partial(_applied, function, number, side, aval.dtype)
+                return pair[1 - side], apply
+    return None
+
+
+def _applied(function: Any, number: float, side: int, dtype: Any, x: Any) -> Any:
+    return dtype.type(function(x, number) if side else function(number, x))
+
+
+def _numbers_as_mask(
+    condition: Place,
+    numbers: Sequence[float],
+    steps: Sequence[Callable[[Any], Any]],
+    dims: Sequence[Any],
+    fill: float,
+) -> _Mask | None:
+    """The mask that adds numbers where a condition is true, and where it is not, after steps."""
+    for step in reversed(steps):
+        numbers = [float(step(x)) for x in numbers]
+    if len(numbers) != 2 or max(numbers) != 0 or not min(numbers) <= fill:
+        return None
+    own = (*dims,) if _compat.shape_of(condition.value) else ()
+    return _Mask(condition, numbers[0] == 0, None, min(numbers), own, adds=True)
 
 
 def find(ctx: Any, operands: tuple[Any, Any], numbers: Any) -> Found | None:
@@ -352,6 +440,7 @@ def _attention(
     product = path and _product_before(ctx, path.value, path.labels, OF_KEYS)
     if not path or not product or len(path.masks) > 1 or not 0 < path.scale < math.inf:
         return None
+    rank = softmax.aval.ndim
     side = next((s for s in (0, 1) if product.free(s) == {keys}), None)
     if side is None:
         return None
@@ -365,7 +454,10 @@ def _attention(
     is_known &= {*of_v} - {None} == {*product.batch, keys, OF_VALUES}
     if not is_known or avals[2].shape[of_v.index(OF_VALUES)] != features:
         return None
-    sizes = (*softmax.aval.shape, features)
+    sizes = (*softmax.aval.shape, *path.parts(rank), features)
+    of_batch = ((d, n) for d, n in zip(of_v, avals[2].shape, strict=True) if d in product.batch)
+    if any(d is not None and sizes[d] != n for d, n in of_batch):
+        return None  # heads are merged in another way
     queries, groups = [*product.free(1 - side)], list[int]()
     of_logits = softmax.aval.dtype
     masks: list[tuple[Any, Labels]] = []
@@ -381,6 +473,9 @@ def _attention(
             masks.append(masked)
         else:
             return None
+    known = {*product.batch, *queries, *groups, keys}
+    if any(not {*labels} <= {*known, None} for _, labels in masks):
+        return None  # a mask of merged dimensions
     batch = sorted(product.batch)
     heads = batch.pop() if len(batch) > 1 else None
     form = Form(
@@ -443,7 +538,7 @@ def _gradient(
     if form.mask is not None and form.adds == bool(path.masks):
         return None
     for mask in path.masks:  # of gradients that are 0 anyway, if it is the mask of the logits
-        dims = tuple(None if d is None else labels[d] for d in mask.dims)
+        dims = tuple(d if d is None else path.label_of(d, labels) for d in mask.dims)
         own = dataclasses.replace(mask, dims=dims)
         if form.is_causal:
             is_same = (own.queries(ctx, form.keys),) == form.queries

@@ -41,7 +41,18 @@ def tuned(plain: Any, accelerated: Callable[..., Any], how: str) -> Callable[...
             )
         kinds = _without_addresses(f"{how} {tree} {[*map(_kind, leaves)]}")
         if kinds not in are_static:
-            are_static[kinds] = _compat.are_static(plain, args, kwargs)
+            try:
+                are_static[kinds] = _compat.are_static(plain, args, kwargs)
+            except TypeError as error:
+                arrays = *_compat.ARRAY_TYPES, bool, int, float, complex
+                others = {type(x).__name__ for x in leaves if not isinstance(x, arrays)}
+                if not others:
+                    raise
+                raise TypeError(
+                    f"accelerate: tune=True needs arrays as arguments, got {', '.join(others)}. "
+                    "Remedy: jof.accelerate(jax.jit(fun, static_argnums=...), tune=True), or "
+                    "capture them in a closure"
+                ) from error
         if any(are_static[kinds]):
             values = [x for x, yes in zip(leaves, are_static[kinds], strict=True) if yes]
             kinds += _without_addresses(f" {values}")

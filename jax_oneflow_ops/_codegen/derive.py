@@ -13,7 +13,7 @@ from jax_oneflow_ops import _compat, _primitive
 from jax_oneflow_ops._codegen import scalars
 from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.signature import Parameter, is_inexact
-from jax_oneflow_ops._codegen.traced import Traced, computed
+from jax_oneflow_ops._codegen.traced import FusionError, Traced, computed
 
 # Runs a derivative's definition, given its inputs by number, and the numbers of the outputs whose
 # tangents it computes or of the inputs whose cotangents it computes.
@@ -38,6 +38,21 @@ def define(
         tuple(Parameter(dtype, f"y{o}") for o, dtype in enumerate(outputs)),
         body,
     )
+
+
+def _derivative(of: Definition, *args: Any) -> Definition:
+    """`define`; if jax's rule needs an operation that kernels lack, the error says so."""
+    try:
+        return define(*args)
+    except FusionError as error:
+        if "cannot be fused" not in str(error):  # it is about the rule itself
+            raise
+        raise FusionError(
+            f"{of.name}: its derivative needs {error.primitive}, which cannot be part of this "
+            "kernel. Remedy: differentiate the function itself, without jax_oneflow_ops.fuse.",
+            error.primitive,
+            error.line,
+        ) from error
 
 
 def shapes_of(variables: Sequence[Any]) -> list[tuple[int, ...]]:
@@ -79,7 +94,7 @@ def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tu
     def made(of: Sequence[int]) -> Definition:
         name = f"{definition.name}_jvp"
         results = [outputs[o] for o in of]
-        return define(name, tangents(of), dtypes, results, shapes)
+        return _derivative(definition, name, tangents(of), dtypes, results, shapes)
 
     every = made(outs)
     program = every.traced.program
@@ -119,7 +134,8 @@ def transpose(
         avals = [jax.ShapeDtypeStruct(shapes[i], computed(inputs[i])) for i in linear]
         return jax.linear_transpose(of_linear, *avals)([*args[count:]])
 
-    return define(
+    return _derivative(
+        definition,
         f"{definition.name.removesuffix('_jvp')}_vjp",
         cotangents,
         [*inputs, *(outputs[o] for o in live)],
