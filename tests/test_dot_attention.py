@@ -853,6 +853,20 @@ def test_strict_promotion_of_dtypes():
         agrees(f, *args)
 
 
+@pytest.mark.usefixtures("sums_by_xla")
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_report_names_an_attention_once(causal):
+    """The function of JAX transposes logits before it looks for their maximum."""
+
+    def attention(q, k, v):
+        return OF_JAX(q, k, v, is_causal=causal)
+
+    *args, ct = operands()
+    rows = jof.explain(with_gradients(attention), *args, ct).rows
+    named = [row.operation for row in rows if row.operation.startswith("attention")]
+    assert Counter(named) == GRADIENT
+
+
 def test_export():
     f, args = with_gradients(written_out()), operands()
     program = jax.jit(jof.accelerate(lambda *args: f(*args)))

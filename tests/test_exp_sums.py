@@ -88,6 +88,38 @@ def test_functions(name, dtype):
         assert check(lambda x: FUNCTIONS[name](widened(x), -1), x) == 1
 
 
+SLICES = {
+    "the last token": lambda x: widened(x)[:, :-1],
+    "before they are widened": lambda x: widened(x[:, :-1]),
+    "the first token": lambda x: widened(x)[:, 1:],
+    "sequences and tokens": lambda x: widened(x)[1:, 1:-1],
+    "many": lambda x: widened(x)[:, :3],
+    "of the sum": lambda x: widened(x)[..., 1:],
+    "every other": lambda x: widened(x)[:, ::2],
+}
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", SLICES)
+def test_parts_of_rows(name, dtype):
+    """As in losses of the next token. Rows that the program drops may be anything."""
+    x = rows_of(dtype, (6, 12, COLUMNS))
+    if name != "of the sum":
+        x = x.at[:, 0].set(jnp.nan) if name == "the first token" else x.at[:, -1].set(jnp.nan)
+
+    def loss(x):
+        y = SLICES[name](x)
+        weights = jnp.cos(jnp.arange(y[..., 0].size)).reshape(y.shape[:2])
+        sums = jax.nn.logsumexp(y, -1)
+        return sums, jnp.sum(weights * sums)
+
+    assert check(loss, x) == 1
+    assert [row.operation for row in jof.explain(loss, x).rows] == ["sum of exp"]
+    finite = jnp.asarray(rng_for(name).normal(size=x.shape), dtype)
+    assert check(jax.grad(lambda x: loss(x)[1]), finite) == 1
+
+
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("axis", [0, 1, 2, -2])
 @pytest.mark.parametrize("name", ["logsumexp", "softmax"])
@@ -219,6 +251,26 @@ def test_what_is_fastest_is_chosen():
     assert lowered_for(lambda x: jax.nn.softmax(x, -1), columns=1000) == 0  # XLA reads rows once
     assert lowered_for(lambda x: logsumexp(30 * jnp.tanh(x / 30))) == 0  # XLA fuses the tanh
     assert lowered_for(logsumexp, platform="cpu") == 0
+    assert lowered_for(lambda x: logsumexp(x[:-1])) == 1  # the kernel reads all rows
+    assert lowered_for(lambda x: logsumexp(x[:4096])) == 0
+    assert lowered_for(lambda x: logsumexp(x[:, 1:])) == 0
+    assert lowered_for(lambda x: logsumexp(x + jnp.arange(x.shape[1]) / 7)) == 0  # in float32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_bias_is_part_of_the_product(dtype):
+    x, w, b, c = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape in ((8192, 256), (256, 50304), (50304,), (8192,))
+    )
+    assert called(lambda x, w, b: logits(x @ w + b), x, w, b, platform="cuda") == 1
+    assert called(lambda x, w, b: logits(b + x @ w), x, w, b, platform="cuda") == 1
+    assert called(lambda x, w, c: logits(x @ w + c[:, None]), x, w, c, platform="cuda") == 0
+    assert called(lambda x, w: logits(x @ w + x @ w), x, w, platform="cuda") == 0
+
+
+def logits(x):
+    return jax.nn.logsumexp(widened(x), -1)
 
 
 @pytest.mark.usefixtures("native")

@@ -11,6 +11,7 @@ handles, so that it also replaces them in what is lowered later.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,16 +38,25 @@ class ExpSum:
       axis: the axis of x.
       maximum: the operation that computes the maxima.
       is_finite: whether m is 0 where the maximum is infinite; else m is infinite there.
+      part: the rows that the program sums, if these are not all: the slice along each dimension.
     """
 
     x: Any
     axis: int
     maximum: Any
     is_finite: bool
+    part: tuple[slice, ...] | None = None
 
     @property
     def aval(self) -> Any:
         return _emit.aval_of(self.x)
+
+    @property
+    def summed(self) -> Any:
+        """The type of the rows that the program sums."""
+        if self.part is None:
+            return self.aval
+        return self.aval.update(shape=tuple(x.stop - x.start for x in self.part))
 
     def pays(self, ctx: Any, platform: str) -> _policy.Decision | None:
         """The measurement by which the kernel is expected to be faster than XLA, or None."""
@@ -63,9 +73,9 @@ class ExpSum:
     def lower(self, ctx: Any) -> list[Any]:
         """Lowers maximum and sum to one call, and returns the sum."""
         (rows,) = ctx.avals_out
-        how = {"axis": self.axis, "is_finite": self.is_finite, "dtype": rows.dtype}
-        rule = _compat.lower_plain(functools.partial(_maximum_and_sum, **how), True)
-        x = self._padded(ctx)
+        how: dict[str, Any] = {"axis": self.axis, "is_finite": self.is_finite, "part": self.part}
+        function = functools.partial(_maximum_and_sum, dtype=rows.dtype, **how)
+        rule, x = _compat.lower_plain(function, True), self._padded(ctx)
         inner = ctx.replace(avals_in=[_emit.aval_of(x)], avals_out=[rows, rows])
         maximum, total = rule(_compat.with_current_mesh(inner), x)
         _compat.move_before(self.maximum, total)
@@ -86,7 +96,21 @@ def is_stored(x: Any) -> bool:
 
     Other operations, such as a product with a scale, XLA fuses into its passes over the rows.
     """
-    return bool(operands_of(x, *_STORED)) or _compat.is_argument_of_program(x)
+    return bool(operands_of(x, *_STORED)) or _compat.is_argument_of_program(x) or _has_bias(x)
+
+
+def _has_bias(x: Any) -> bool:
+    """Whether a value is a matrix product and a bias for each column, which its kernel adds."""
+    pair = operands_of(x, "stablehlo.add")
+    for product, bias in (pair, pair[::-1]) if pair else ():
+        if operands_of(product, "stablehlo.dot_general"):
+            places = [*range(len(_compat.shape_of(bias)))]
+            while before := _compat.before_broadcast(bias, places):
+                bias, places = before
+            sizes = _compat.shape_of(bias)
+            large = [place for place, n in zip(places, sizes, strict=True) if n > 1]
+            return large == [len(_compat.shape_of(x)) - 1]
+    return False
 
 
 # Rows of a softmax up to this length XLA reads once, and computes the softmax in the same kernel.
@@ -95,14 +119,18 @@ def is_stored(x: Any) -> bool:
 # alone took half to 0.6 times as long as XLA's for all rows from 1000 to 128,256 elements (H100).
 _SHORT = 2**14
 _LEAST_BYTES = 2**22  # less than this takes a few us either way
+# A slice of rows, as in `logits[:, :-1]`, is not stored: the kernel reads all rows instead.
+_MOST_DROPPED = 1.25
 
 
 def _maximum_and_sum(
-    x: jax.Array, *, axis: int, is_finite: bool, dtype: Any
+    x: jax.Array, *, axis: int, is_finite: bool, part: tuple[slice, ...] | None, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     shape = (*x.shape[:axis], *x.shape[axis + 1 :], 2)
     call = jax.ffi.ffi_call("jof_exp_sum", jax.ShapeDtypeStruct(shape, dtype))
     result = call(x, axis=np.int64(axis))
+    if part is not None:
+        result = result[*part[:axis], *part[axis + 1 :]]
     largest, total = result[..., 0], result[..., 1]
     largest = lax.select(total != total, total, largest)  # NaN if a value is
     if not is_finite:  # the program subtracts infinity from infinity
@@ -125,10 +153,23 @@ def find(ctx: Any, operand: Any, axes: Sequence[int]) -> ExpSum | None:
         return None
     if (maximum := maximum_of(centre, wide, axis)) is None or total.dtype != of_wide.dtype:
         return None
-    x = next(iter(operands_of(wide, "stablehlo.convert")), wide)
-    of_x = _emit.aval_of(x)
-    is_widened = of_x is not None and of_x.dtype.name in NARROW and of_wide.dtype == jnp.float32
-    return ExpSum(x if is_widened else wide, axis, *maximum)
+    rows = _before_widening(wide)
+    part = None
+    if sliced := _compat.before_slice(rows):
+        source, slices = sliced
+        whole, kept = _compat.shape_of(source), of_wide.shape
+        # The rows of other positions take time, too: mostly one in each sequence.
+        if whole[axis] == kept[axis] and math.prod(whole) <= _MOST_DROPPED * math.prod(kept):
+            rows, part = _before_widening(source), slices
+    return ExpSum(rows, axis, *maximum, part)
+
+
+def _before_widening(x: Any) -> Any:
+    """What 16-bit rows were before they were converted to float32, else the rows."""
+    source = next(iter(operands_of(x, "stablehlo.convert")), x)
+    before, after = _emit.aval_of(source), _emit.aval_of(x)
+    is_widened = before and before.dtype.name in NARROW and after and after.dtype == jnp.float32
+    return source if is_widened else x
 
 
 def maximum_of(

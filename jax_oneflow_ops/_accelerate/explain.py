@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -95,13 +96,16 @@ def report_on(fun: Any, args: Any, kwargs: Any, platform: str | None) -> Report:
     summed = [row for i, row in numbered.items() if i in found.messages]
     not_stored = {(row.line, row.shapes[-1]) for row in summed}
 
-    read_once = {(row.line, row.shapes[-1]) for row in rows if row.operation in _OF_SOFTMAX}
+    # The program may reshape logits before their maximum.
+    read_once = {
+        (row.line, math.prod(row.shapes[-1])) for row in rows if row.operation in _OF_SOFTMAX
+    }
 
     def is_known(row: Row) -> bool:
         if row.operation == "messages":
             return (row.line, row.shapes[-1]) in not_stored
         if row.operation in ("logsumexp", "softmax", "attention"):
-            return (row.line, row.shapes[-1]) in read_once
+            return (row.line, math.prod(row.shapes[-1])) in read_once
         return row.reason == _CHAIN and row.line in of_chains
 
     rows += [row for row in _slow(jaxpr) if not is_known(row)]

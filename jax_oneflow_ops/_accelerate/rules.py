@@ -59,7 +59,7 @@ def _sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowe
             decision = found.pays(ctx, platform)
             if not (is_asked_for or decision):
                 return rule(ctx, operand, **params)
-            results, shapes = found.lower(ctx), (result, found.aval)
+            results, shapes = found.lower(ctx), (result, found.summed)
             how = exp_sums.NAME, shapes, exp_sums.READS_ONCE
             more = {"decision": decision, "dtype": found.aval.dtype.name}
         else:
