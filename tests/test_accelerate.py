@@ -1227,7 +1227,7 @@ def test_on_a_mesh(name, devices, kind):
         try:
             sharding = jax.jit(lambda *args: f(*args))(*args).sharding
         except (_compat.ShardingTypeError, ValueError):  # of jax itself
-            pytest.skip("jax cannot compute it so divided")
+            pytest.skip("jax cannot compute it if it is sharded like this")
         got = jax.jit(jof.accelerate(lambda *args: f(*args)))(*args)
         rows = jof.explain(f, *args).rows
     assert got.sharding.is_equivalent_to(sharding, got.ndim)

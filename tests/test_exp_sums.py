@@ -275,7 +275,7 @@ def logits(x):
 
 @pytest.mark.usefixtures("native")
 def test_several_devices():
-    """In a `shard_map`, rows are whole; the partitioner might divide them."""
+    """In a `shard_map`, rows are whole; the partitioner might shard them."""
     if len(jax.devices()) < 2:
         pytest.skip("needs 2 devices")
     mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])

@@ -947,7 +947,7 @@ def test_warning_can_be_silenced():
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_factors_of_a_mesh_axis(parts):
-    """A reshape divides one axis among two dimensions, and the call divides them, too."""
+    """After a reshape, one axis shards two dimensions, those of the call, too."""
     count = 4 if parts % 3 else 6
     if len(jax.devices()) < count:
         pytest.skip("needs more devices")

@@ -326,7 +326,7 @@ def test_by_default_rows_that_xla_does_not_store_stay():
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_several_devices(kind):
-    """Kernels run in a shard_map, and where the partitioner divides rows among devices."""
+    """Kernels run in a shard_map, and where the partitioner shards rows."""
     if len(jax.devices()) < 2:
         pytest.skip("needs 2 devices")
     types = (getattr(jax.sharding.AxisType, kind),)

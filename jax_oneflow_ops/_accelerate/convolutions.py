@@ -327,7 +327,7 @@ def find(
     precision = {*of_operands} if isinstance(of_operands, tuple) else {of_operands}
     if not all(isinstance(one, lax.Precision | None) for one in precision):  # an algorithm
         return None
-    # Of arrays that are divided among devices, XLA would gather all parts to order them.
+    # If arrays are sharded, XLA would all-gather them to order them.
     is_ordered = platform == "cuda" and _compat.knows_shapes_of_shards(ctx)
     common = params["dimension_numbers"], left, is_ordered, of_operands, result.dtype
     if (params["feature_group_count"], params["batch_group_count"]) != (1, 1):
