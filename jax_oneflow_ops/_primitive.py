@@ -62,15 +62,23 @@ class GatherWarning(UserWarning):
     """
 
 
-@functools.cache
-def _warn(message: str) -> None:
-    warnings.warn(message, GatherWarning, stacklevel=2)
+def _warn(message: str, *, of: tuple[str, ...] = ()) -> None:
+    """Warns once of each `of`, by default of each message."""
+    key = of or (message,)
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(message, GatherWarning, stacklevel=2)
 
 
-def _warn_of_gather(function: str, place: str, reason: str) -> None:
+_warned = set[tuple[str, ...]]()
+
+
+def _warn_of_gather(function: str, place: str, reason: str, array: str = "") -> None:
+    """Warns of a place, which is that of the argument `array` if it has no name."""
     _warn(
-        f"{function}: {place} is sharded and will be all-gathered: {reason}. docs/sharding.md "
-        "lists the dimensions that need no communication."
+        f"{function}: {array or place} is sharded and will be all-gathered: {reason}. "
+        "docs/sharding.md lists the dimensions that need no communication.",
+        of=(function, place, reason),
     )
 
 
@@ -609,10 +617,8 @@ def _mesh_axes(
     for name, reason in gathered.items():
         if name in axes:
             continue
-        place = next(
-            f"dimension {side.index(name)} of an array of shape {tuple(x.shape)}"
-            for x, side in zip(args, names.operands, strict=True)
-            if name in side
-        )
-        _warn_of_gather(function, place, reason)
+        operand = next(i for i, side in enumerate(names.operands) if name in side)
+        dimension = f"dimension {names.operands[operand].index(name)} of"
+        array = f"{dimension} an array of shape {tuple(args[operand].shape)}"
+        _warn_of_gather(function, f"{dimension} operand {operand}", reason, array)
     return axes

@@ -50,7 +50,7 @@ def every_warning(request):
     """Resets the package's once-per-process warnings, so that every test sees its own."""
     if len(jax.devices()) < (2 if request.node.originalname in ON_TWO_DEVICES else 8):
         pytest.skip("needs more devices")
-    _primitive._warn.cache_clear()
+    _primitive._warned.clear()
 
 
 AXIS_TYPES = ("auto", "explicit")
