@@ -676,18 +676,6 @@ def before_spreading(value: Any) -> tuple[Any, list[int], list[int]] | None:
     return (parts[0], lows, [n + 1 for n in between]) if any(between) else None
 
 
-def before_slice(value: Any) -> tuple[Any, tuple[slice, ...]] | None:
-    """What a value is a slice of without steps, and the slice along each dimension; or None."""
-    if not (source := operands_of(value, "stablehlo.slice")):
-        return None
-    attributes = value.owner.operation.attributes
-    starts, limits, steps = (
-        [*ir.DenseI64ArrayAttr(attributes[name])]
-        for name in ("start_indices", "limit_indices", "strides")
-    )
-    return (source[0], tuple(map(slice, starts, limits))) if {*steps} == {1} else None
-
-
 def operand_of_call(call: Any, value: Any) -> Any:
     """What a call passes as the argument `value` of its function; None if it is no argument."""
     if hasattr(value.owner, "operation"):
@@ -723,13 +711,12 @@ def dimension_of_iota(value: Any) -> int:
     return int(ir.IntegerAttr(value.owner.attributes["iota_dimension"]).value)
 
 
-def slices_of(value: Any) -> tuple[list[int], list[int]]:
-    """The starts and the strides of the slice that made a value."""
+def slices_of(value: Any) -> list[slice]:
+    """The slice along each dimension of the `stablehlo.slice` that made a value."""
     attributes = value.owner.attributes
-    starts, strides = (
-        [*ir.DenseI64ArrayAttr(attributes[name])] for name in ("start_indices", "strides")
-    )
-    return starts, strides
+    names = ("start_indices", "limit_indices", "strides")
+    numbers = ([*ir.DenseI64ArrayAttr(attributes[name])] for name in names)
+    return [*map(slice, *numbers)]
 
 
 def product_of(value: Any) -> tuple[Any, tuple[Any, Any]] | None:

@@ -216,6 +216,7 @@ def test_the_function_of_jax(queries, key_heads, causal):
 
 
 LOW = float(jnp.finfo(BF16).min)
+LOW_IN_F32 = float(jnp.finfo(jnp.float32).min)
 CAUSAL = {
     "where": lambda x: jnp.where(below(x), x, -jnp.inf),
     "lowest": lambda x: jnp.where(below(x), x, LOW),
@@ -287,7 +288,8 @@ ADDED = {
     "float32": lambda mask: lambda x: x.astype(jnp.float32) + bias_of(mask, jnp.float32, -1e10),
     "widened": lambda mask: lambda x: x.astype(jnp.float32) + bias_of(mask).astype(jnp.float32),
     "subtracted": lambda mask: lambda x: x - jnp.where(mask > 0, 0, 1e30).astype(x.dtype),
-    # As in Keras and in Hugging Face's DistilBERT.
+    "of integers": lambda mask: lambda x: x + (1 - (mask > 0)) * -1e9,
+    # As in Keras.
     "by arithmetic": lambda mask: lambda x: x + (1.0 - (mask > 0).astype(x.dtype)) * -1e9,
     "less arithmetic": lambda mask: lambda x: x - 1e30 * (1 - (mask > 0).astype(x.dtype)),
     "a product": lambda mask: lambda x: x + (mask == 0).astype(jnp.float32).astype(x.dtype) * LOW,
@@ -302,7 +304,7 @@ def test_masks_that_are_added(how, name, lengths):
     """As from masks of 0 and 1 in Hugging Face's models; rows without keys have equal weights."""
     queries, keys = lengths
     mask = masks(*lengths)[name]
-    if mask.ndim == 0 and how in ("by arithmetic", "a product"):
+    if mask.ndim == 0 and how in ("of integers", "by arithmetic", "a product"):
         pytest.skip("JAX computes the number that is added while it traces the function")
     apply = ADDED[how](jnp.asarray(mask, jnp.int32))
 
@@ -423,6 +425,25 @@ def test_masks_that_kernels_would_compute_otherwise(low):
     assert swapped(attention, *args, jnp.asarray(masks(10, 10)["all"])) == {}
 
 
+@pytest.mark.usefixtures("sums_by_xla")
+@pytest.mark.parametrize(
+    "apply",
+    [
+        lambda mask, x: jnp.where(mask, x.astype(jnp.float32), LOW_IN_F32).astype(BF16),
+        lambda mask, x: jnp.where(mask, x, LOW) * 2,
+        lambda mask, x: (x.astype(jnp.float32) + jnp.where(mask, 0, LOW_IN_F32)).astype(BF16),
+        lambda mask, x: jnp.where(mask, x, jnp.full((), LOW, BF16) * 2),
+        lambda mask, x: ((x.astype(jnp.float32) + jnp.where(mask, 0, -1e10)) * 0.01).astype(BF16),
+    ],
+)
+def test_low_numbers_that_become_infinite_or_too_high(apply):
+    """Then rows without keys are NaN, or their weights differ."""
+    some = jnp.asarray(masks(10, 10)["all"])
+    f = written_out(lambda x: apply(some, x))
+    *args, _ = operands()
+    assert swapped(f, *args) == {}
+
+
 def test_causal_masks_of_other_lengths_stay():
     f = written_out(CAUSAL["where"])
     assert swapped(f, *operands(queries=10, keys=12)[:3]) == {}
@@ -534,6 +555,42 @@ def test_heads_that_are_merged_in_another_way_stay():
     f = merged(of_values=2)
     agrees(f, q, k, v)
     assert swapped(f, q, k, v) == {}
+
+
+def test_queries_that_are_merged_in_another_way_stay():
+    """Two dimensions of queries become one, and then two others."""
+
+    def f(q, k, v):
+        x = jnp.einsum("btghd,bsd->btghs", q, k)
+        weights = jax.nn.softmax(x.reshape(*x.shape[:2], -1, x.shape[4]))
+        weights = weights.reshape(*x.shape[:2], x.shape[3], x.shape[2], x.shape[4])
+        return jnp.einsum("btghs,bsd->btghd", weights, v)
+
+    args = arrays((2, 10, 4, 2, 8), (2, 9, 8), (2, 9, 8))
+    agrees(f, *args)
+    assert swapped(f, *args) == {}
+
+
+def test_gradients_of_merged_heads_that_a_program_computes_otherwise_stay():
+    @jax.custom_vjp
+    def logits(q, k):
+        return jnp.einsum("btkgd,bsd->bkgts", q, k)
+
+    def backward(residuals, ct):
+        q, k = residuals
+        ct = ct.reshape(ct.shape[0], -1, *ct.shape[3:])
+        flat = q.reshape(*q.shape[:2], -1, q.shape[4])
+        of_q = jnp.einsum("bnts,bsd->btnd", ct, k).reshape(q.shape)
+        return of_q, jnp.einsum("bnts,btnd->bsd", ct, flat)
+
+    logits.defvjp(lambda q, k: (logits(q, k), (q, k)), backward)
+
+    def f(q, k, v):
+        weights = jax.nn.softmax(jnp.where(below(logits(q, k)), logits(q, k) * FACTOR, -1e9))
+        return jnp.einsum("bkgts,bsd->btkgd", weights, v)
+
+    q, k, v, ct = arrays((2, 10, 2, 3, 8), (2, 10, 8), (2, 10, 8), (2, 10, 2, 3, 8))
+    agrees(with_gradients(f), q, k, v, ct)
 
 
 # ---- programs ----

@@ -469,6 +469,21 @@ def test_in_a_shard_map():
 
 @several
 @pytest.mark.usefixtures("native")
+def test_tables_of_more_rows_than_a_device_has_edges_are_not_gathered():
+    """As in bags of embeddings: a table by rows may not fit on one device."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    (x,) = operands("float32", (400, 8))
+    args = [jax.device_put(y, jax.NamedSharding(mesh, P("d"))) for y in (x, *graph(edges=160))]
+    for f in (lambda x, s, r: total(x[s], r), lambda x, s, r: jnp.sum(x[s] * x[r], -1)):
+        hlo = compiled(jof.accelerate(lambda *args, f=f: f(*args)), *args)
+        assert not {*targets(hlo)} & {SUM, DOT}
+        assert "f32[200,8]" in hlo
+        assert "f32[400,8]" not in hlo
+        check(f, *args)
+
+
+@several
+@pytest.mark.usefixtures("native")
 def test_a_sharded_table_is_gathered_with_a_warning():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     x, *rest = of_graph()

@@ -49,7 +49,9 @@ _LEAST_LOGITS = 2**19
 _MOST_HEADS = 2**16 - 1  # of all batches: more fail in cuDNN
 _MOST_ELEMENTS, _MOST_FEATURES = 2**31 - 1, 256  # jax knows devices with kernels for fewer features
 KERNELS = {"cuda": "cudnn"}  # implementations of jax.nn.dot_product_attention, by platform
-Labels = tuple[int | None, ...]  # None: a dimension of size 1
+# For each dimension of an array, that of the logits; None for dimensions of size 1. Numbers beyond
+# those of the logits are parts of one of their dimensions.
+Labels = tuple[int | None, ...]
 OF_KEYS, OF_VALUES = -1, -2  # labels of the features of q and k, and of those of v
 
 
@@ -60,7 +62,7 @@ class Form:
     Attributes:
       q, k, v: the labels of their dimensions.
       result: the labels of the result of the program's product.
-      sizes: the sizes of the dimensions of the logits, and of features.
+      sizes: the sizes of the dimensions of the logits, of parts of one of them, and of features.
       batch: labels that all operands have, except for those of heads.
       heads: labels of heads, of all operands.
       groups: labels of heads that only q has: these share keys and values.

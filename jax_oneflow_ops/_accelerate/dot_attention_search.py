@@ -126,8 +126,8 @@ class _Mask:
     condition: Place | None
     keeps: bool
     bias: Place | None
-    fill: float  # what replaces or is added to what is masked
-    dims: tuple[Any, ...]  # for each dimension of these, that of the logits
+    fill: float  # what replaces or is added to what is masked, after all that follows
+    dims: tuple[Any, ...]  # for each dimension of `condition` or `bias`, that of the logits
     adds: bool = False
 
     def queries(self, ctx: Any, keys: int) -> int | None:
@@ -195,8 +195,8 @@ class _Path:
     """What a value was before it was moved, scaled and masked."""
 
     value: Any
-    # For each of its dimensions, that of the value at the end, or those that it is made of. Parts
-    # of a dimension at the end have numbers that follow those of its dimensions.
+    # The dimension at the end that each dimension of `value` becomes; those that it becomes, if a
+    # reshape splits it. If a reshape merges dimensions, these have the numbers rank, rank + 1, ...
     dims: Sequence[int | tuple[int, ...]]
     scale: float
     masks: tuple[_Mask, ...]
@@ -216,18 +216,23 @@ class _Path:
         return [sizes[d] for d in sorted(sizes) if d >= rank]
 
     def label_of(self, d: Any, labels: Labels) -> int | None:
-        """The label of one or several dimensions at the end, which have these labels."""
+        """The label of what a mask's dimension becomes, if `labels` are those at the end."""
         return self.dims.index(d) if isinstance(d, tuple) else labels[d]
 
-    def labels_at_end(self, rank: int) -> Labels:
-        """For each dimension of the value at the end, the dimension here."""
+    def labels_at_end(self, end: Any) -> Labels | None:
+        """The dimension here that each dimension of the value `end` was.
+
+        None if one was merged from several.
+        """
         places = dict[int, int]()
         for place, (d, n) in enumerate(zip(self.dims, _compat.shape_of(self.value), strict=True)):
             if isinstance(d, tuple):
                 places |= {part: len(self.dims) + i for i, part in enumerate(d)}
             elif n > 1:
                 places[d] = place
-        return tuple(map(places.get, range(rank)))
+        shape = _compat.shape_of(end)
+        is_known = all(d in places for d, n in enumerate(shape) if n > 1)
+        return tuple(map(places.get, range(len(shape)))) if is_known else None
 
 
 def _moved(value: Any, ends: Callable[[Any], bool]) -> _Path | None:
@@ -246,21 +251,37 @@ def _scaled(ctx: Any, value: Any, ends: Callable[[Any], bool], fill: float) -> _
     place, dims = Place(_compat.without_constraints(value)), [*range(len(_compat.shape_of(value)))]
     rank, scale = len(dims), 1.0
     masks: list[_Mask] = []
+    later: list[Callable[[float], float]] = []  # what changes numbers between here and the end
     for _ in range(_MOST_STEPS):
         if not place.calls and ends(place.value):
             return _Path(place.value, dims, scale, tuple(masks))
         if inside := place.across_call(ctx):
             place = inside
         elif before := place.before_move(dims) or _before_reshape(place, dims, rank):
+            later += _rounding(place)
             place, dims = before
         elif factor := _before_factor(ctx, place):
+            later += [*_rounding(place), functools.partial(operator.mul, factor[1])]
             place, scale = factor[0], scale * factor[1]
         elif scale > 0 and (masked := _before_mask(ctx, place, tuple(dims), fill / scale)):
             place, mask = masked
-            masks.append(mask)
+            masks.append(dataclasses.replace(mask, fill=_after(later, mask.fill)))
         else:
             break
     return None
+
+
+def _rounding(place: Place) -> list[Callable[[float], float]]:
+    """How a value rounds numbers to its dtype, which may make a low number infinite."""
+    aval = _emit.aval_of(place.value)
+    return [functools.partial(symbols.rounded, aval.dtype)] if aval else []
+
+
+def _after(steps: Sequence[Callable[[float], float]], number: float) -> float:
+    """A number after steps, of which the last comes first."""
+    for step in reversed(steps):
+        number = step(number)
+    return number
 
 
 def _before_reshape(place: Place, dims: Sequence[Any], rank: int) -> tuple[Place, list[Any]] | None:
@@ -283,7 +304,7 @@ def _before_reshape(place: Place, dims: Sequence[Any], rank: int) -> tuple[Place
             is_first = isinstance(dims[at], int) and not {*parts} & {*dims}
             return (source, [*dims[:at], *parts, *dims[at + 1 :]]) if is_first else None
         own = dims[at : at + count]
-        if not all(isinstance(d, int) for d in own):
+        if any(isinstance(d, tuple) for d in dims):
             return None
         return source, [*dims[:at], tuple(own), *dims[at + count :]]
     return None
@@ -339,7 +360,7 @@ def _added_mask(
     The value is selected, or computed from the condition, as in `(1 - mask) * -1e9`. `dims` says
     which dimension of the logits each dimension of the value is.
     """
-    steps: list[Callable[[Any], Any]] = [operator.neg] if is_subtracted else []
+    steps: list[Callable[[float], float]] = [operator.neg] if is_subtracted else []
     for _ in range(_MOST_STEPS):
         if parts := place.operands("stablehlo.select"):
             condition, *others = parts
@@ -350,42 +371,42 @@ def _added_mask(
         if inside := place.across_call(ctx):
             place = inside
         elif before := place.before_move(dims) or place.before_repeat(dims):
-            if source and (aval := _emit.aval_of(place.value)):
-                steps.append(aval.dtype.type)  # it rounds
+            steps += _rounding(place)
             place, dims = before
+        elif source:  # of integers, as `1 - mask` is
+            steps += _rounding(place)
+            place = source[0]
         elif found := _before_arithmetic(ctx, place):
-            place, step = found
-            steps.append(step)
+            steps += [*_rounding(place), found[1]]
+            place = found[0]
         else:
             break
     return None
 
 
-def _before_arithmetic(ctx: Any, place: Place) -> tuple[Place, Callable[[Any], Any]] | None:
+def _before_arithmetic(ctx: Any, place: Place) -> tuple[Place, Callable[[float], float]] | None:
     """What a value was before an operation with a number, and that operation; or None."""
     for name, function in (("multiply", operator.mul), ("subtract", operator.sub)):
         for side, x in enumerate(pair := place.operands(f"stablehlo.{name}")):
-            number, aval = symbols.number(ctx, x), _emit.aval_of(place.value)
-            if number is not None and aval:
-                apply = functools.partial(_applied, function, number, side, aval.dtype)
-                return pair[1 - side], apply
+            if (number := symbols.number(ctx, x)) is not None:
+                return pair[1 - side], functools.partial(_applied, function, number, side)
     return None
 
 
-def _applied(function: Any, number: float, side: int, dtype: Any, x: Any) -> Any:
-    return dtype.type(function(x, number) if side else function(number, x))
+def _applied(function: Any, number: float, side: int, x: float) -> float:
+    result: float = function(x, number) if side else function(number, x)
+    return result
 
 
 def _numbers_as_mask(
     condition: Place,
     numbers: Sequence[float],
-    steps: Sequence[Callable[[Any], Any]],
+    steps: Sequence[Callable[[float], float]],
     dims: Sequence[Any],
     fill: float,
 ) -> _Mask | None:
     """The mask that adds numbers where a condition is true, and where it is not, after steps."""
-    for step in reversed(steps):
-        numbers = [float(step(x)) for x in numbers]
+    numbers = [_after(steps, x) for x in numbers]
     if len(numbers) != 2 or max(numbers) != 0 or not min(numbers) <= fill:
         return None
     own = (*dims,) if _compat.shape_of(condition.value) else ()
@@ -401,9 +422,10 @@ def find(ctx: Any, operands: tuple[Any, Any], numbers: Any) -> Found | None:
     for side, x in enumerate(operands):
         if math.prod(_compat.shape_of(x)) not in found.sizes:
             continue
-        rank = len(_compat.shape_of(x))
         if path := _moved(x, found.softmaxes.__contains__):
-            softmax, labels = found.softmaxes[path.value], path.labels_at_end(rank)
+            if (labels := path.labels_at_end(x)) is None:
+                return None
+            softmax = found.softmaxes[path.value]
             return _with_weights(ctx, operands, side, labels, numbers, softmax)
         if path := _scaled(ctx, x, found.gradients.__contains__, 0):
             gradient = found.gradients[path.value]
@@ -428,12 +450,17 @@ def _with_weights(
         ct, of_ct = operands[1 - side], product.labels[1 - side]
         return WithWeights(softmax, ct, of_ct, product.result, result)
     v, of_v = operands[1 - side], product.labels[1 - side]
-    attention = _attention(ctx, softmax, v, of_v, product.result)
+    attention = _attention(ctx, softmax, v, of_v, product.result, result.shape)
     return attention if attention and result.dtype == attention.dtype else None
 
 
 def _attention(
-    ctx: Any, softmax: softmaxes.Softmax, v: Any, of_v: Labels, result: Labels
+    ctx: Any,
+    softmax: softmaxes.Softmax,
+    v: Any,
+    of_v: Labels,
+    result: Labels,
+    shape: Sequence[int],  # of the result
 ) -> Attention | None:
     keys = softmax.axis
     path = _scaled(ctx, softmax.x, _is_product(ctx), _low_of(softmax))
@@ -455,8 +482,8 @@ def _attention(
     if not is_known or avals[2].shape[of_v.index(OF_VALUES)] != features:
         return None
     sizes = (*softmax.aval.shape, *path.parts(rank), features)
-    of_batch = ((d, n) for d, n in zip(of_v, avals[2].shape, strict=True) if d in product.batch)
-    if any(d is not None and sizes[d] != n for d, n in of_batch):
+    both = [*zip(of_v, avals[2].shape, strict=True), *zip(result, shape, strict=True)]
+    if any(d is not None and d >= 0 and sizes[d] != n for d, n in both):
         return None  # heads are merged in another way
     queries, groups = [*product.free(1 - side)], list[int]()
     of_logits = softmax.aval.dtype
@@ -474,6 +501,8 @@ def _attention(
         else:
             return None
     known = {*product.batch, *queries, *groups, keys}
+    if {*result} - {None} != known - {keys} | {OF_VALUES}:
+        return None
     if any(not {*labels} <= {*known, None} for _, labels in masks):
         return None  # a mask of merged dimensions
     batch = sorted(product.batch)
@@ -519,9 +548,9 @@ def _gradient(
     softmax = gradient.softmax
     from_ct = _moved(gradient.ct, _is_product(ctx))
     before = from_ct and _product_before(ctx, from_ct.value, from_ct.labels, OF_VALUES)
-    labels = path.labels_at_end(len(_compat.shape_of(operands[side])))
-    product = _product_after(operands, side, labels, numbers, OF_KEYS)
-    if not before or not product:
+    labels = path.labels_at_end(operands[side])
+    product = labels and _product_after(operands, side, labels, numbers, OF_KEYS)
+    if not before or not labels or not product:
         return None
     place = next((s for s in (0, 1) if before.free(s) == {softmax.axis}), None)
     if place is None:
@@ -530,7 +559,7 @@ def _gradient(
     ct, of_ct = before.operands[1 - place], before.labels[1 - place]
     attention = known_in(ctx).attention(softmax)
     if attention is None or attention.operands[2] != v:
-        attention = _attention(ctx, softmax, v, of_v, of_ct)
+        attention = _attention(ctx, softmax, v, of_v, of_ct, _compat.shape_of(ct))
     if attention is None or not math.isclose(path.scale, attention.form.scale, rel_tol=1e-6):
         return None
     form, other = attention.form, (operands[1 - side], product.labels[1 - side])

@@ -79,8 +79,10 @@ class Message:
     def pays(self, ctx: Any, platform: str) -> bool:
         """Whether the kernel is expected to be faster than a sum of stored rows, and than XLA."""
         problem = _problem(self.scatter, platform, self.avals[0])
-        edges = -(-problem.updates // _compat.count_shards(ctx))
-        return _scatter_policy.message_sum_pays(dataclasses.replace(problem, updates=edges))
+        if (devices := _compat.count_shards(ctx)) > 1:  # each sorts the ids of its own edges
+            edges = -(-problem.updates // devices)
+            problem = dataclasses.replace(problem, updates=edges, is_sorted=False)
+        return _scatter_policy.message_sum_pays(problem)
 
     def lower(self, ctx: Any, ids: Any, platform: str, read: str) -> list[Any]:
         """Lowers the sum. `ids` and `read` are the results of `scatters.as_written`."""
@@ -130,8 +132,21 @@ def _lower(function: Any, ctx: Any, *values: Any, **how: Any) -> list[Any]:
     if _compat.knows_shapes_of_shards(ctx):
         results = _emit.lower(function, ctx, *values, alone=True, **how)
         return _compat.with_shardings_of_types(ctx, results)
-    results = common.lower(function, _compat.with_devices(ctx), *values, alone=False, **how)
-    return list(results)
+    several: list[Any] = common.lower(
+        function, _compat.with_devices(ctx), *values, alone=False, **how
+    )
+    return several
+
+
+def _may_be_sharded(ctx: Any, edges: int, *tables: Any) -> bool:
+    """Whether kernels can be called for the edges of each device, and should be.
+
+    Each device needs all rows of the tables, whose types or those of results are passed. They must
+    have no more rows than it has edges: embedding tables may have too many for one device.
+    """
+    devices = _compat.count_shards(ctx)
+    fit = devices == 1 or all(devices * table.shape[0] <= edges for table in tables)
+    return fit and _compat.can_be_sharded(ctx)
 
 
 # ---- what a program computes ----
@@ -148,17 +163,27 @@ def message_of(scatter: _scatter_rows.Rows, ctx: Any, updates: Any) -> Message |
     if not row or not adds_rows or (*row,) != operand.shape[1:]:
         return None
     fits = edges <= _graph.MOST and scatter.count <= _graph.MOST_ROWS
-    if not fits or operand.dtype not in _graph.FLOATS or not _compat.can_be_sharded(ctx):
+    if not fits or operand.dtype not in _graph.FLOATS:
         return None
     value = updates
     while (parts := operands_of(value, "stablehlo.reshape")) and shape_of(parts[0])[:1] == [edges]:
         (value,) = parts
-    if found := _gathered(value):
-        return Message(scatter, found)
+    if (found := _weighted(value)) is None:
+        return None
+    rows, weights = found
+    if not _may_be_sharded(ctx, edges, operand, _emit.aval_of(rows.table)):
+        return None
+    return Message(scatter, rows, *weights)
+
+
+def _weighted(value: Any) -> tuple[Gathered, tuple[Any, ...]] | None:
+    """Gathered rows, and their weights if they were multiplied by some: see `Message`."""
+    if rows := _gathered(value):
+        return rows, ()
     factors = operands_of(value, "stablehlo.multiply")
     for one, other in (factors, factors[::-1]) if factors else ():
-        if (found := _gathered(one)) and (weights := _weights(other)):
-            return Message(scatter, found, *weights)
+        if (rows := _gathered(one)) and (weights := _weights(other)):
+            return rows, weights
     return None
 
 
@@ -185,7 +210,8 @@ def pair_of(ctx: Any, operand: Any, axes: Sequence[int]) -> Pair | None:
     dtype = pair.avals[0].dtype
     if dtype not in _graph.FLOATS or products.dtype not in (dtype, _graph.compute_dtype(dtype)):
         return None
-    return pair if _compat.can_be_sharded(ctx) else None
+    tables = (_emit.aval_of(rows.table) for rows in found)
+    return pair if _may_be_sharded(ctx, products.shape[0], *tables) else None
 
 
 def _gathered(value: Any) -> Gathered | None:

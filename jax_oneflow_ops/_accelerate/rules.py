@@ -61,7 +61,8 @@ def _sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowe
                 return rule(ctx, operand, **params)
             results, shapes = found.lower(ctx), (result, found.summed)
             how = exp_sums.NAME, shapes, exp_sums.READS_ONCE
-            more = {"decision": decision, "dtype": found.aval.dtype.name}
+            nbytes = _policy.nbytes(result, found.aval)
+            more = {"decision": decision, "dtype": found.aval.dtype.name, "bytes": nbytes}
         else:
             return rule(ctx, operand, **params)
         results = _compat.with_shardings_of_types(ctx, results)

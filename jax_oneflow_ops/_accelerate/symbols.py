@@ -6,6 +6,7 @@ functions that a program calls, such as those of `jnp.where` and `jnp.tril`.
 """
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -205,14 +206,14 @@ def symbol_of(ctx: Any, place: Place, steps: list[int] | None = None) -> Symbol:
     if not _is_computed_as_numbers(name, aval.dtype):
         return None
     if name in _OF_ONE:
-        return _mapped(known(0), _OF_ONE[name])
+        return _converted(_mapped(known(0), _OF_ONE[name]), aval.dtype)
     if name == "stablehlo.compare":
         direction = next(d for d in _COMPARISONS if d in str(op.attributes["comparison_direction"]))
         return _compared(known(0), known(1), direction)
     if name == "stablehlo.select":
         return _selected(known(0), known(1), known(2))
     if name in _ARITHMETIC:
-        return _combined(known(0), known(1), name)
+        return _converted(_combined(known(0), known(1), name), aval.dtype)
     return None
 
 
@@ -235,8 +236,13 @@ def _mapped(x: Symbol, function: Callable[[float], float]) -> Symbol:
 def _converted(x: Symbol, dtype: Any) -> Symbol:
     if isinstance(x, Line) and not x.is_number:
         return x if _is_exact(dtype) else None
+    return _mapped(x, functools.partial(rounded, dtype))
+
+
+def rounded(dtype: Any, x: float) -> float:
+    """A number after it is converted to a dtype."""
     with np.errstate(all="ignore"):
-        return _mapped(x, lambda number: float(np.asarray(number).astype(dtype)))
+        return float(np.asarray(x).astype(dtype))
 
 
 def _is_exact(dtype: Any) -> bool:
@@ -272,11 +278,11 @@ def _moved(value: Any, x: Symbol) -> Symbol:
 
 
 def _sliced(value: Any, x: Symbol) -> Symbol:
-    starts, strides = _compat.slices_of(value)
+    slices = _compat.slices_of(value)
 
     def part(line: Line) -> Line:
-        shift = sum(map(operator.mul, line.slopes, starts))
-        slopes = map(operator.mul, line.slopes, strides)
+        shift = sum(slope * one.start for slope, one in zip(line.slopes, slices, strict=True))
+        slopes = (slope * one.step for slope, one in zip(line.slopes, slices, strict=True))
         return Line((*slopes,), line.constant + shift)
 
     return _on_line(x, part)
