@@ -58,13 +58,13 @@ def lower(
     function: Callable[..., Any], ctx: Any, *operands: Any, several: bool = False, **how: Any
 ) -> Any:
     """Lowers `function(*operands, **how)`, which jax traces. `several`: it returns a list."""
-    rule = _compat.lower_plain(_same(function, **how), several)
+    rule = _compat.lower_plain(_jitted(function, **how), several)
     results = rule(_compat.with_current_mesh(ctx), *operands)
     return _compat.with_shardings_of_types(ctx, results)
 
 
 @functools.lru_cache(maxsize=1024)
-def _same(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+def _jitted(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
     """One function for equal calls: jax traces it once, and lowers it once per program."""
     return jax.jit(functools.partial(function, **how))
 

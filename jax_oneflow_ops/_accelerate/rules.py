@@ -52,20 +52,19 @@ def _sums(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lowe
         if pair := gathers.pair_of(ctx, source, axes):
             if not (is_asked_for or pair.pays(ctx, platform)):
                 return rule(ctx, operand, **params)
-            results, shapes = pair.lower(ctx), (result, pair.products)
-            how = primitive.name, shapes, gathers.FROM_TABLES
+            results = pair.lower(ctx)
+            how = primitive.name, (result, pair.products), gathers.FROM_TABLES
             more: dict[str, Any] = {"bytes": _policy.nbytes(result, *pair.avals)}
         elif found := exp_sums.find(ctx, source, axes):
             decision = found.pays(ctx, platform)
             if not (is_asked_for or decision):
                 return rule(ctx, operand, **params)
-            results, shapes = found.lower(ctx), (result, found.summed)
-            how = exp_sums.NAME, shapes, exp_sums.READS_ONCE
+            results = _compat.with_shardings_of_types(ctx, found.lower(ctx))
+            how = exp_sums.NAME, (result, found.summed), exp_sums.READS_ONCE
             nbytes = _policy.nbytes(result, found.aval)
             more = {"decision": decision, "dtype": found.aval.dtype.name, "bytes": nbytes}
         else:
             return rule(ctx, operand, **params)
-        results = _compat.with_shardings_of_types(ctx, results)
         explanation.add(primitive, ctx, results[0], *how, **more)
         return results
 
