@@ -6,6 +6,7 @@ On CPUs a function of jnp stands for the kernels of cuDNN.
 import contextlib
 import math
 import re
+import unittest.mock
 import warnings
 from collections import Counter
 
@@ -217,6 +218,12 @@ def test_the_function_of_jax(queries, key_heads, causal):
 
 LOW = float(jnp.finfo(BF16).min)
 LOW_IN_F32 = float(jnp.finfo(jnp.float32).min)
+
+
+def larger_bias(dtype):
+    return (1 - jnp.tril(jnp.ones((32, 32), dtype))) * -1e10
+
+
 CAUSAL = {
     "where": lambda x: jnp.where(below(x), x, -jnp.inf),
     "lowest": lambda x: jnp.where(below(x), x, LOW),
@@ -229,6 +236,7 @@ CAUSAL = {
     "less": lambda x: jnp.where(jnp.arange(x.shape[2])[:, None] < jnp.arange(x.shape[3]), LOW, x),
     "added": lambda x: x + jnp.where(below(x), 0, -1e9).astype(x.dtype),
     "multiplied": lambda x: x + (1 - jnp.tril(jnp.ones(x.shape[-2:], x.dtype))) * -1e10,
+    "of larger numbers": lambda x: x + larger_bias(x.dtype)[: x.shape[2], : x.shape[3]],
     "before a factor": lambda x: jnp.where(below(x), x / 0.125, -1e9) * 0.125,
     "combined": lambda x: jnp.where(below(x) & jnp.ones(x.shape, bool), x, -jnp.inf),
 }
@@ -334,6 +342,7 @@ def test_biases_of_the_function_of_jax(key_heads):
         lambda mask: (2.0 - (mask > 0).astype(BF16)) * -1e9,
         lambda mask: (1.0 - (mask > 0).astype(BF16)) * 1e9,
         lambda mask: (mask > 0).astype(BF16) * -jnp.inf,  # NaN
+        lambda mask: ((mask > 0).astype(jnp.uint8) - 1) * -1e9,  # 255 times
     ],
 )
 def test_arithmetic_that_makes_no_mask(bias):
@@ -569,6 +578,23 @@ def test_queries_that_are_merged_in_another_way_stay():
     args = arrays((2, 10, 4, 2, 8), (2, 9, 8), (2, 9, 8))
     agrees(f, *args)
     assert swapped(f, *args) == {}
+
+
+def test_dimensions_that_have_no_label_do_not_reach_kernels(monkeypatch):
+    """Queries that are merged before the softmax only, and a mask of merged heads."""
+    found = unittest.mock.Mock(side_effect=AssertionError)
+    monkeypatch.setattr(dot_attention, "_calls", found)
+
+    def queries(q, k, v):
+        x = jnp.einsum("btghd,bsd->btghs", q, k)
+        weights = jax.nn.softmax(x.reshape(*x.shape[:2], -1, x.shape[4]))
+        return jnp.einsum("btns,bsd->btnd", weights, v)
+
+    args = arrays((2, 10, 4, 2, 8), (2, 9, 8), (2, 9, 8))
+    assert swapped(queries, *args) == {}
+    some = jnp.asarray(masks(10, 10)["all"].repeat(2, 1).swapaxes(1, 2))
+    heads = merged(lambda x: jnp.where(some, x, LOW))
+    assert swapped(heads, *operands(heads=6, key_heads=2)[:3]) == {}
 
 
 def test_gradients_of_merged_heads_that_a_program_computes_otherwise_stay():

@@ -1171,6 +1171,15 @@ def test_short_stacks_and_short_loops(f, partial):
     assert {rest.split()[0] for rest in report.rest} == {"slice"}  # slices `c` into scalars
 
 
+def test_a_derivative_that_needs_other_operations_says_so():
+    """The derivative of zeta sums a series. The function itself is a kernel."""
+    f = jof.fuse(lambda x: jax.scipy.special.zeta(2.5, x))
+    x = 1 + jnp.abs(normals(5))
+    assert_close(f(x), jax.scipy.special.zeta(2.5, x), 1e-5, 1e-5)
+    with pytest.raises(jof.FusionError, match=r"its derivative needs reduce_sum.* Remedy: diff"):
+        jax.grad(lambda x: f(x).sum())(x)
+
+
 def test_turns_of_nested_loops_are_multiplied():
     def f(turns, x):
         def inner(_, y):

@@ -386,8 +386,14 @@ def _added_mask(
 
 def _before_arithmetic(ctx: Any, place: Place) -> tuple[Place, Callable[[float], float]] | None:
     """What a value was before an operation with a number, and that operation; or None."""
-    for name, function in (("multiply", operator.mul), ("subtract", operator.sub)):
-        for side, x in enumerate(pair := place.operands(f"stablehlo.{name}")):
+    aval = _emit.aval_of(place.value)
+    for name, function in (
+        ("stablehlo.multiply", operator.mul),
+        ("stablehlo.subtract", operator.sub),
+    ):
+        if aval is None or not symbols.is_computed_as_numbers(name, aval.dtype):
+            return None
+        for side, x in enumerate(pair := place.operands(name)):
             if (number := symbols.number(ctx, x)) is not None:
                 return pair[1 - side], functools.partial(_applied, function, number, side)
     return None

@@ -203,7 +203,7 @@ def symbol_of(ctx: Any, place: Place, steps: list[int] | None = None) -> Symbol:
         return _moved(place.value, known(0))
     if name == "stablehlo.convert":
         return _converted(known(0), aval.dtype)
-    if not _is_computed_as_numbers(name, aval.dtype):
+    if not is_computed_as_numbers(name, aval.dtype):
         return None
     if name in _OF_ONE:
         return _converted(_mapped(known(0), _OF_ONE[name]), aval.dtype)
@@ -217,7 +217,7 @@ def symbol_of(ctx: Any, place: Place, steps: list[int] | None = None) -> Symbol:
     return None
 
 
-def _is_computed_as_numbers(name: str, dtype: Any) -> bool:
+def is_computed_as_numbers(name: str, dtype: Any) -> bool:
     """Whether an operation has the result that it has for numbers: no bits, no wrapping around."""
     if name in ("stablehlo.and", "stablehlo.or", "stablehlo.not"):
         return bool(dtype == np.bool_)
