@@ -15,14 +15,20 @@ from pathlib import Path
 
 # XLA reads its flags once, when the CPU client starts, so this code precedes the import of JAX. The
 # user's flags come last and win. XLA compiles thousands of small programs here, whose speed is not
-# tested: without optimizations and MLIR the suite takes a third less time.
+# tested: without optimizations and MLIR the suite takes a third less time. test_xla.py runs what
+# needs MLIR.
+WITHOUT_EMITTERS = (
+    "--xla_cpu_use_fusion_emitters=false"
+    if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)
+    else "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 flags = [
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",  # programs are small, and all cores are busy
 ]
-if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # newer ones always use it
-    flags.append("--xla_cpu_use_fusion_emitters=false")
+if "JOF_TEST_EMITTERS" not in os.environ:
+    flags.append(WITHOUT_EMITTERS)
 os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip()
 # pytest-xdist runs several processes; by default each would claim most of the GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -145,8 +151,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[*rest])
         items[:] = [item for item in items if item not in rest]
     items.sort(key=lambda item: item.path.name != "test_xla.py")
-    flag, _, value = os.environ["XLA_FLAGS"].rpartition("--xla_cpu_use_fusion_emitters=")
-    if flag and value.startswith("false"):
+    if WITHOUT_EMITTERS in os.environ["XLA_FLAGS"]:
         skip = pytest.mark.skip(reason="XLA is wrong without fusion emitters: see test_xla.py")
         for item in items:
             if item.get_closest_marker("fusion_emitters"):

@@ -764,18 +764,28 @@ def test_arrays_of_64_bits_where_those_are_disabled(case):
         xs, vs = (tuple(map(jnp.asarray, arrays)) for arrays in (wide.inputs(), tangents(wide)))
         ct, batch = jnp.asarray(cotangents(wide)), tuple(jnp.stack([x, x]) for x in xs)
 
-    def results(f):
-        def cts(*xs):
-            y, pull = jax.vjp(f, *xs)
-            return y, pull(ct)
+    def results():
+        """The values, and the program of the derivatives."""
 
-        return f(*xs), jax.jit(lambda: (jax.jvp(cts, xs, vs), jax.vmap(f)(*batch)))()
+        def derivatives(f):
+            def cts(*xs):
+                y, pull = jax.vjp(f, *xs)
+                return y, pull(ct)
 
-    for f in forms:
+            return jax.jvp(cts, xs, vs), jax.vmap(f)(*batch)
+
+        return [f(*xs) for f in forms], jax.jit(lambda: [*map(derivatives, forms)]).lower()
+
+    with jax.enable_x64(True):
+        expected, of_expected = results()
+    with jax.enable_x64(False):
+        actual, of_actual = results()
+    assert_same(actual, expected, 0)
+    if of_actual.as_text() != of_expected.as_text():  # else the results are the same
         with jax.enable_x64(True):
-            expected = results(f)
+            expected = of_expected.compile()()
         with jax.enable_x64(False):
-            actual = results(f)
+            actual = of_actual.compile()()
         assert_same(actual, expected, 0)
 
 

@@ -11,22 +11,22 @@ from pathlib import Path
 
 import pytest
 
-FLAG = "--xla_cpu_use_fusion_emitters"
+from tests.conftest import WITHOUT_EMITTERS
 
 
-@pytest.mark.exhaustive
 @pytest.mark.skipif(
-    f"{FLAG}=false" not in os.environ["XLA_FLAGS"], reason="XLA is as users have it"
+    WITHOUT_EMITTERS not in os.environ["XLA_FLAGS"], reason="XLA is as users have it"
 )
 def test_with_fusion_emitters(pytestconfig):
     tests = Path(__file__).resolve().parent
     options = ["-q", "-p", "no:cacheprovider", "-m", "fusion_emitters"]
     options += ["--exhaustive"] if pytestconfig.option.exhaustive else []
     files = (str(tests / f"test_{name}.py") for name in ("cast", "upsample"))
+    flags = os.environ["XLA_FLAGS"].replace(WITHOUT_EMITTERS, "")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *files],
         cwd=tests.parent,
-        env={**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {FLAG}=true"},
+        env={**os.environ, "XLA_FLAGS": flags, "JOF_TEST_EMITTERS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
