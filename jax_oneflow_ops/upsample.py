@@ -423,7 +423,7 @@ def _policy_call(
     (h, w), (p, q) = in_hw, out_hw
     even = h and w and p % h == 0 and q % w == 0
     scale = "any size" if not even else "2x" if (p, q) == (2 * h, 2 * w) else "integers"
-    layout = "planes" if axis + 2 == x.ndim else "channels"
+    layout = "planes" if math.prod(x.shape[axis + 2 :]) == 1 else "channels"
     pixels = x.shape[axis] * x.shape[axis + 1]
     moved = _policy.nbytes(x) * (h * w + p * q) // max(1, pixels)
     return _policy.Call((_NAME, direction, scale, _policy.bits(x.dtype), layout), moved)
