@@ -64,15 +64,23 @@ def cases(platform: str) -> list[Case]:
 
 
 def draw(rng: np.random.Generator, largest: int) -> Case:
-    """A random case: any op, forward or with its gradient, rows of any length."""
+    """A random case: any op, forward or with its gradient, rows of any length.
+
+    Norms of one value are 1 or -1, those of two less their mean 1 and -1, and what any form returns
+    as their gradient is rounding error. None are drawn; the tests have such rows.
+    """
     name, dtype = common.pick(rng, [*OPS]), common.pick(rng, common.FLOATS)
     elements = max(1, common.random_size(rng, largest) // (4 * common.itemsize(dtype)))
     n = min(elements, common.random_dimension(rng, 2 ** rng.uniform(1, 17)))
-    dims: tuple[int, ...] = (elements // n, n)
+    dims: tuple[int, ...]
     if name == "group_norm":
         n = min(n, 2048)
         pixels = min(elements // n, common.random_dimension(rng, 2 ** rng.uniform(1, 14)))
-        dims = (elements // n // pixels, pixels, n)
+        pixels = max(pixels, -(-4 * math.gcd(32, n) // n))
+        dims = (max(1, elements // n // pixels), pixels, n)
+    else:
+        n = max(n, {"layer_norm": 4, "rms_norm": 2}.get(name, 1))
+        dims = (max(1, elements // n), n)
     return case(name, dims, dtype, common.pick(rng, ("forward", _GRADIENT)))
 
 
@@ -96,9 +104,15 @@ def _work(op: Any, dims: tuple[int, ...], dtype: str, gradient: bool) -> Work:
         {form: measured(f) for form, f in common.forms_of(op, dtype).items()},
         sample=partial(_sample, op, gradient),
         verify=partial(_verify, op, gradient, dtype),
-        terms=max(dims),
+        terms=_terms(op, dims),
         torch=None if gradient else _TORCH[op.name],
     )
+
+
+def _terms(op: Any, dims: tuple[int, ...]) -> int:
+    """The most terms in a sum, over a row or over all rows for a vector's gradient."""
+    groups = math.gcd(32, dims[-1]) if op.name == "group_norm" else 1
+    return max(math.prod(dims[1:]) // groups, math.prod(dims[:-1]))
 
 
 _ROWS = 8
