@@ -456,6 +456,12 @@ def test_low_numbers_that_become_infinite_or_too_high(apply):
     assert swapped(f, *args) == {}
 
 
+def test_masks_of_earlier_keys_only():
+    """They are not causal: the first query has no key, and becomes the mean."""
+    f = written_out(lambda x: jnp.where(below(x, 1), x, -1e30))
+    check(f, np.tril(np.ones((10, 10), bool), -1))
+
+
 def test_causal_masks_of_other_lengths_stay():
     f = written_out(CAUSAL["where"])
     assert swapped(f, *operands(queries=10, keys=12)[:3]) == {}

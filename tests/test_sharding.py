@@ -745,6 +745,23 @@ def test_16_bit_rows_are_summed_over_devices_in_float32(axis_types):
         assert np.signbit(y[1])
 
 
+@pytest.mark.parametrize("axis_types", AXIS_TYPES[:2])
+@pytest.mark.parametrize("name", ["scatter_max", "scatter_min"])
+def test_a_nan_of_one_device_reaches_the_extremum(axis_types, name):
+    """All-reduces may drop NaNs."""
+    x = integers((16, 3))
+    x[5, 1] = np.nan
+    operand, ids = integers((4, 3), seed=1), np.arange(16) % 4
+    expected = operand.copy()
+    (np.maximum if name == "scatter_max" else np.minimum).at(expected, ids, x)
+    with mesh_of(axis_types) as mesh:
+        rows = P(("a", "b"))
+        arguments = put(mesh, (P(), rows, rows), (operand, ids, x))
+        compiled = jax.jit(getattr(jof, name)).lower(*arguments).compile()
+        assert "all-reduce" in collectives(compiled.as_text())
+        np.testing.assert_array_equal(np.asarray(compiled(*arguments)), expected)
+
+
 @pytest.mark.parametrize(
     ("axis_types", "dtype"),
     [

@@ -36,14 +36,15 @@ JOF_HOST_DEVICE JOF_INLINE double FusedMulAdd(double a, double b, double c) {
 // -0.
 
 template <typename C>
-JOF_HOST_DEVICE JOF_INLINE C NanMax(C x, C y) {
-  const C unequal = x > y ? x : x < y ? y : x + y;  // a sum with NaN is NaN
-  return x == y ? (x == 0 ? x + y : x) : unequal;
+JOF_HOST_DEVICE JOF_INLINE C NanMin(C x, C y) {
+  // Both are the minimum, unless the values are zeros, one of them -0, or one is NaN.
+  const C one = x < y ? x : y, other = y < x ? y : x;
+  return BitsToFloat(FloatToBits(one) | FloatToBits(other));
 }
 
 template <typename C>
-JOF_HOST_DEVICE JOF_INLINE C NanMin(C x, C y) {
-  return -NanMax(-x, -y);
+JOF_HOST_DEVICE JOF_INLINE C NanMax(C x, C y) {
+  return -NanMin(-x, -y);
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

@@ -3,9 +3,9 @@
 //
 // In f32, a function is that of common/math.h if it has one, which a CPU vectorises, else the
 // compiler's. Values of 16-bit types are f32 in an expression. If all results are rounded to 16
-// bits or fewer (JOF_NARROW_RESULTS), the functions are the short forms of the built-in ops. On a
-// GPU, kernels of such data have no time for the long forms (silu of bf16 would take 133 us instead
-// of 126).
+// bits or fewer (JOF_NARROW_RESULTS), the functions are the short forms of the built-in ops:
+// kernels of such data have no time for the long forms (on a GPU, silu of bf16 would take 133 us
+// instead of 126).
 #pragma once
 
 #ifdef __CUDACC_RTC__

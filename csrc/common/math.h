@@ -2,9 +2,8 @@
 //
 // Each is a template on the type T that its result is finally rounded to, and computes in
 // Compute<T>. f32 is accurate to a few units in its last place. 16-bit types only need a relative
-// error well below 2^-12. On a GPU, elementwise kernels of 16-bit data are otherwise bound by
-// instruction issue, so these types get shorter sequences. On a CPU the conversions dominate, and
-// these types share the f32 sequences. f64 uses the C library.
+// error well below 2^-12, and get shorter sequences: otherwise elementwise kernels of 16-bit data
+// are bound by instruction issue. f64 uses the C library.
 //
 // Most functions have two bodies. A GPU approximates 2^x, 1/x and tanh in hardware, with one
 // quarter-rate instruction each. A CPU body is free of branches, table lookups and library calls,
@@ -41,22 +40,10 @@ constexpr bool kIsDouble = sizeof(T) == 8;
 #endif
 
 #ifdef __CUDACC__
-// The hardware's approximations, all flushing subnormal operands and results to zero except tanh.
-__device__ JOF_INLINE float Exp2Approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
+// The hardware's approximation, which flushes subnormal operands and results to zero.
 __device__ JOF_INLINE float ReciprocalApprox(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ JOF_INLINE float TanhApprox(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 #endif
@@ -122,6 +109,47 @@ JOF_HOST_DEVICE JOF_INLINE float ProductResidue(float a, float b, float product)
 #endif
 }
 
+// What is known of an exponent that is not NaN: nothing, that it is at most 128.5, or that it is at
+// least -126.4, too.
+enum class Known { kNothing, kAtMost, kInRange };
+
+// 2^x for 16-bit types, with a relative error of 2^-22: degree 5 on a CPU. Results below 2^-125 may
+// be 0.
+template <Known kKnown = Known::kNothing>
+JOF_HOST_DEVICE JOF_INLINE float Exp2Approx(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  // As in ReduceExp.
+  constexpr float kShift = 0x1.8p23f + 126.0f;
+  const float limited = kKnown == Known::kNothing ? AtMost(x, 128.5f) : x;
+  const float clamped = kKnown == Known::kInRange ? x : AtLeast(limited, -126.4f);
+  const float shifted = clamped + kShift;
+  const float half_scale = BitsToFloat(FloatToBits(shifted) << 23);
+  const float f = clamped - (shifted - kShift);
+  return half_scale *
+         Polynomial(f, 2.0f, 1.38629389f, 0.48044467f, 0.111015141f, 0.0193438269f, 0.00265146163f);
+#endif
+}
+
+// tanh(x) for 16-bit types. Relative error: GPU 2^-16.4; CPU 2^-19.2.
+JOF_HOST_DEVICE JOF_INLINE float TanhApprox(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  const float limited = AtLeast(AtMost(x, 7.0f), -7.0f);
+  const float square = limited * limited;
+  const float numerator =
+      Polynomial(square, 0.999998868f, 0.123103552f, 0.00228250027f, 3.94515291e-06f);
+  const float denominator = Polynomial(square, 1.0f, 0.456428498f, 0.0211026128f, 0.000142825345f);
+  return limited * numerator / denominator;
+#endif
+}
+
 // The argument reduction, for x in [-87.3, 89]: returns r = x - n ln 2 in [-ln 2 / 2, ln 2 / 2] and
 // stores 2^(n-1), or 0 instead of 2^-127. It stores half of 2^n because the largest results need
 // 2^128, which is not an f32.
@@ -161,32 +189,31 @@ JOF_HOST_DEVICE JOF_INLINE float HalfExpm1Cpu(float x) {
   return MulAdd(half_scale, p, half_scale - 0.5f);
 }
 
-// e^x. Results below 2^-125 may be 0.
-// f32 error: 0.90 ulp, 1.17 without FMA. 16-bit, GPU: relative 2^-17.9.
-template <typename T>
+// e^x. Results below 2^-125 may be 0. In 16 bits, something may be known of x log2(e).
+// f32 error: 0.90 ulp, 1.17 without FMA. 16-bit: relative 2^-17.9.
+template <typename T, Known kKnown = Known::kNothing>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> Exp(Compute<T> x) {
   if constexpr (kIsDouble<T>) {
     return JOF_LIBRARY(exp)(x);
-  } else {
-#ifdef __CUDA_ARCH__
+  } else if constexpr (kIsNarrow<T>) {
     // The product has an error of up to 2^-18 for large x, and so the result has that relative
     // error.
-    if constexpr (kIsNarrow<T>) return Exp2Approx(x * kLog2E);
-#endif
+    return Exp2Approx<kKnown>(x * kLog2E);
+  } else {
     return ExpByPolynomial(x, 0.0f);
   }
 }
 
 // 2^(x + low), where low is at most the rounding error of x. Results below 2^-125 may be 0.
-// f32 error: CPU 0.88 ulp, 1.19 without FMA; GPU 2 ulp. 16-bit, GPU: relative 2^-22; low is
-// ignored.
+// f32 error: CPU 0.88 ulp, 1.19 without FMA; GPU 2 ulp. 16-bit: as Exp2Approx; low is ignored.
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> Exp2(Compute<T> x, Compute<T> low) {
   if constexpr (kIsDouble<T>) {
     return JOF_LIBRARY(exp2)(x + low);
+  } else if constexpr (kIsNarrow<T>) {
+    return Exp2Approx(x);
   } else {
 #ifdef __CUDA_ARCH__
-    if constexpr (kIsNarrow<T>) return Exp2Approx(x);
     const float y = Exp2Approx(x);
     // Infinity times a negative correction plus infinity would be NaN.
     return x < 128.0f ? MulAdd(y, low * kLn2, y) : y;
@@ -271,18 +298,15 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> Expm1(Compute<T> x) {
 }
 
 // log(1 + e) for e in [0, 1].
-// f32 error: CPU 1.18 ulp, 1.54 without FMA; GPU 1.18 ulp. 16-bit, GPU: relative 2^-13.9.
+// f32 error: CPU 1.18 ulp, 1.54 without FMA; GPU 1.18 ulp. 16-bit: relative 2^-13.9.
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> Log1p(Compute<T> e) {
   if constexpr (kIsDouble<T>) {
     return JOF_LIBRARY(log1p)(e);
+  } else if constexpr (kIsNarrow<T>) {
+    // Degree 5, relative error 2^-13.9.
+    return e * Polynomial(e, 1.0f, -0.49777445f, 0.30922459f, -0.16136288f, 0.04310622f);
   } else {
-#ifdef __CUDA_ARCH__
-    if constexpr (kIsNarrow<T>) {
-      // Degree 5, relative error 2^-13.9.
-      return e * Polynomial(e, 1.0f, -0.49777445f, 0.30922459f, -0.16136288f, 0.04310622f);
-    }
-#endif
     // Degree 10, relative error 2^-27.5.
     const float p = Polynomial(e, -0.4999993f, 0.33330464f, -0.2495802f, 0.19692121f, -0.15344977f,
                                0.10661371f, -0.057460487f, 0.02008847f, -0.0032910798f);
@@ -303,9 +327,7 @@ JOF_HOST_DEVICE JOF_INLINE float InverseMillsRatio(float t) {
 // e^(-t^2 / 2), without care for the rounding of t^2.
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> Gaussian(Compute<T> t) {
-#ifdef __CUDA_ARCH__
-  if constexpr (kIsNarrow<T>) return Exp2Approx(t * t * (-0.5f * kLog2E));
-#endif
+  if constexpr (kIsNarrow<T>) return Exp2Approx<Known::kAtMost>(t * t * (-0.5f * kLog2E));
   return Exp<T>(t * t * Compute<T>(-0.5));
 }
 
@@ -313,8 +335,8 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> Gaussian(Compute<T> t) {
 // relatively accurate where it is at least 1e-36. Also stores the density e^(-t^2 / 2) / sqrt(2
 // pi), which takes one more multiplication since its exponential is needed anyway.
 // f32 error: CPU 2.87 ulp where the tail is at least 1/1024, 3.48 without FMA, relative 3e-6
-// elsewhere, density 2.3 ulp; GPU 3.7 ulp, relative 3e-6 elsewhere. 16-bit, GPU: relative 2^-12.5
-// up to t = 6, 2^-10.5 beyond.
+// elsewhere, density 2.3 ulp; GPU 3.7 ulp, relative 3e-6 elsewhere. 16-bit: relative 2^-12.5 up to
+// t = 6, 2^-10.5 beyond.
 template <typename T>
 JOF_HOST_DEVICE JOF_INLINE Compute<T> NormalTail(Compute<T> t, Compute<T>* density) {
   if constexpr (kIsDouble<T>) {
@@ -322,18 +344,17 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> NormalTail(Compute<T> t, Compute<T>* densi
     constexpr double kInvSqrt2PiDouble = 0.39894228040143267794;
     *density = Exp<T>(-0.5 * t * t) * kInvSqrt2PiDouble;
     return 0.5 * JOF_LIBRARY(erfc)(t * kSqrtHalf);
+  } else if constexpr (kIsNarrow<T>) {
+    // A polynomial of degree 4 in 1 / (1 + c t), relative error 2^-12.5 up to t = 6 and 2^-9.5
+    // beyond, where the result is too small for f16. Unlike the f32 form, it needs no limit on t to
+    // be 0 at infinity.
+    const float u = Reciprocal<T>(MulAdd(t, 0.49f, 1.0f));
+    const float p = Polynomial(u, 0.19757477f, 0.16972313f, 0.25729854f, -0.12467917f);
+    const float y = Gaussian<T>(t);
+    *density = y * kInvSqrt2Pi;
+    return (y * u) * p;
   } else {
 #ifdef __CUDA_ARCH__
-    if constexpr (kIsNarrow<T>) {
-      // A polynomial of degree 4 in 1 / (1 + c t), relative error 2^-12.5 up to t = 6 and 2^-9.5
-      // beyond, where the result is too small for f16. Unlike the f32 form, it needs no limit on t
-      // to be 0 at infinity.
-      const float u = ReciprocalApprox(MulAdd(t, 0.49f, 1.0f));
-      const float p = Polynomial(u, 0.19757477f, 0.16972313f, 0.25729854f, -0.12467917f);
-      const float y = Gaussian<T>(t);
-      *density = y * kInvSqrt2Pi;
-      return (y * u) * p;
-    }
     // e^(-20^2 / 2) is 0.
     const float clamped = AtMost(t, 20.0f);
     const float square = clamped * clamped;

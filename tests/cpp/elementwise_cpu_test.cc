@@ -128,9 +128,9 @@ void Evaluate(const C* in, C parameter, C* out) {
   Evaluate<Functor, C>(in, parameter, out, MakeIndices<kInputs>());
 }
 
-template <typename T>
-constexpr void (*kReferences[])(const T* in, T parameter, T* out) = {
-#define JOF_REFERENCE(target, inputs, outputs, functor) Evaluate<functor, T, inputs>,
+template <typename T, typename C = Compute<T>>
+constexpr void (*kReferences[])(const C* in, C parameter, C* out) = {
+#define JOF_REFERENCE(target, inputs, outputs, functor) Evaluate<functor, C, inputs>,
     JOF_ELEMENTWISE_OPS(JOF_REFERENCE)
 #undef JOF_REFERENCE
 };
@@ -197,7 +197,7 @@ class OpTest {
       for (const int k : {2, 3}) {
         Compute<T> only[] = {in[0], in[1], 0, 0}, term[kMaxArrays];
         only[k] = in[k];
-        kReferences<Compute<T>>[op_](only, parameter, term);
+        kReferences<T>[op_](only, parameter, term);
         terms += std::fabs(double(term[0]));
       }
       terms += std::numeric_limits<double>::min() / unit;  // allows zeros of either sign
@@ -213,7 +213,7 @@ class OpTest {
       for (int k = 0; k < signature_.inputs; ++k) {
         in[k] = Accumulator<T>::Load(inputs_[k][static_cast<size_t>(scalars >> k & 1 ? k : i)]);
       }
-      kReferences<Compute<T>>[op_](in, parameter, out);
+      kReferences<T>[op_](in, parameter, out);
       want.push_back({{Accumulator<T>::Store(out[0]), Accumulator<T>::Store(out[1])}, 0});
       want.back().slack = Slack(in, parameter);
     }

@@ -7,9 +7,8 @@
 
 constexpr uint32_t kStride = 509;  // a prime, so that all mantissa bits vary
 
-// T computes in float; 16-bit types share the code.
-template <typename T>
 void TestFloat() {
+  using T = float;
   const auto exp = [](float x) { return jof::Exp<T>(x); };
   const auto reciprocal = [](float x) { return jof::Reciprocal<T>(x); };
   const auto sigmoid = [](float x) { return jof::Sigmoid<T>()(x); };
@@ -104,15 +103,66 @@ void TestDouble() {
   near(jof::Log1p<double>(x), 0.53062825106217038);
 }
 
-int main() {
-  TestFloat<float>();
-  for (const float x : {-80.0f, -1.5f, -1e-3f, 0.25f, 0.75f, 2.0f}) {
-    EXPECT(jof::Exp<jof::Half>(x), jof::Exp<float>(x));
-    EXPECT(jof::Sigmoid<jof::BFloat16>()(x), jof::Sigmoid<float>()(x));
-    EXPECT(jof::Tanh<jof::Half>()(x), jof::Tanh<float>()(x));
-    EXPECT(jof::Expm1<jof::BFloat16>(x), jof::Expm1<float>(x));
-    EXPECT(jof::Log1p<jof::Half>(std::abs(x)), jof::Log1p<float>(std::abs(x)));
-    EXPECT(jof::NormalTail<jof::Half>(std::abs(x)), jof::NormalTail<float>(std::abs(x)));
+// Functions for results of 16 bits, which are rounded to within 2^-12. Bounds are relative.
+template <typename T>
+void TestNarrow() {
+  const auto near = [](const char* name, auto&& function, auto&& want, float from, float to,
+                       double bound) {
+    Sweep<kStride>(from, to, [&](float x) {
+      const double expected = want(static_cast<double>(x));
+      JOF_CHECK(std::abs(function(x) / expected - 1) <= bound, "%s(%.9g) = %.9g, want %.9g", name,
+                x, function(x), expected);
+    });
+  };
+  const auto exp = [](float x) { return jof::Exp<T>(x); };
+  const auto limited = [](float x) { return jof::Exp<T, jof::Known::kAtMost>(x); };
+  const auto tanh = [](float x) { return jof::Tanh<T>()(x); };
+  const auto log1p = [](float e) { return jof::Log1p<T>(e); };
+  const auto tail = [](float t) { return jof::NormalTail<T>(t); };
+  const auto density = [](float t) {
+    float value;
+    jof::NormalTail<T>(t, &value);
+    return value;
+  };
+  const auto want_exp = [](double x) { return std::exp(x); };
+  const auto want_tanh = [](double x) { return std::tanh(x); };
+  const auto want_tail = [](double t) { return 0.5 * std::erfc(t * std::sqrt(0.5)); };
+  const auto want_density = [](double t) { return std::exp(-0.5 * t * t) / std::sqrt(2 * M_PI); };
+
+  near("exp", exp, want_exp, 0.0f, 88.7f, 0x1p-17);
+  near("exp", exp, want_exp, -0.0f, -86.6f, 0x1p-17);
+  near("exp", limited, want_exp, 0.0f, 88.0f, 0x1p-17);
+  near("tanh", tanh, want_tanh, 1e-30f, 3e38f, 0x1p-19);
+  near("tanh", tanh, want_tanh, -1e-30f, -3e38f, 0x1p-19);
+  near("log1p", log1p, [](double e) { return std::log1p(e); }, 1e-30f, 1.0f, 7e-5);
+  near("tail", tail, want_tail, 0.0f, 6.0f, 1.85e-4);
+  near("tail", tail, want_tail, 6.0f, 12.5f, 1.5e-3);
+  near("density", density, want_density, 0.0f, 12.5f, 0x1p-16);
+  for (const float x : {89.0f, 100.0f, 3e38f, kInf}) EXPECT(exp(x), kInf);
+  for (const float x : {-104.0f, -3e38f, -kInf}) {
+    EXPECT(exp(x), 0.0f);
+    EXPECT(limited(x), 0.0f);
   }
+  for (const float t : {15.0f, 3e38f, kInf}) {
+    EXPECT(tail(t), 0.0f);
+    EXPECT(density(t), 0.0f);
+  }
+  EXPECT(exp(0.0f), 1.0f);
+  for (const float x : {0.0f, -0.0f, kNaN}) EXPECT(tanh(x), x);
+  Sweep<kStride>(0.0f, kInf, [&](float x) {
+    JOF_CHECK(tanh(x) <= 1.0f, "tanh(%g) is above 1", x);
+    EXPECT(tanh(-x), -tanh(x));
+  });
+  EXPECT(exp(kNaN), kNaN);
+  EXPECT(limited(kNaN), kNaN);
+  EXPECT(log1p(kNaN), kNaN);
+  EXPECT(tail(kNaN), kNaN);
+  for (const float x : {-80.0f, -1e-3f, 0.75f}) EXPECT(jof::Expm1<T>(x), jof::Expm1<float>(x));
+}
+
+int main() {
+  TestFloat();
+  TestNarrow<jof::Half>();
+  TestNarrow<jof::BFloat16>();
   TestDouble();
 }
