@@ -172,7 +172,7 @@ def _no_kernel(name: str, expected: str, dtype: Any) -> TypeError:
 _relu_p = _elementwise.differentiable("relu", jax.nn.relu)
 _leaky_relu_p = _elementwise.differentiable("leaky_relu", jax.nn.leaky_relu, parameters=1)
 _elu_p = _elementwise.differentiable(
-    "elu", jax.nn.elu, parameters=1, accurate=_reference.elu_accurate
+    "elu", jax.nn.elu, parameters=1, accurate=_reference.elu_accurate, approximate_in_xla=4
 )
 _sigmoid_p = _elementwise.differentiable(
     "sigmoid", jax.nn.sigmoid, accurate=_reference.sigmoid_accurate
