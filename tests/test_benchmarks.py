@@ -421,7 +421,7 @@ def test_xla_may_only_be_inaccurate_where_the_default_does_not_run_it():
     case = TINY["elementwise"][1]
     found = entered(case, harness.Options(("native", "default", "xla")), ours=ours)
     assert found.about["disagree"] == ["xla"]
-    with pytest.raises(ArithmeticError, match="xla: .* samples are off"):
+    with pytest.raises(ArithmeticError, match=r"xla: .* samples are off"):
         entered(case, harness.Options(("native", "xla")), ours=ours)
 
 
