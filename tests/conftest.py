@@ -189,3 +189,12 @@ def x64():
     """Enables 64-bit dtypes for the modules that request it."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module")
+def kernels_of_gpus():
+    """Programs for GPUs have kernels, also where these were not built: they are read, not run."""
+    built = _native.available
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_native, "available", lambda platform: platform == "cuda" or built(platform))
+        yield

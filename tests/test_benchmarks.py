@@ -563,7 +563,7 @@ def test_report_writes_between_markers_and_says_what_is_stale(tmp_path, capsys):
             cli.main(check)
 
 
-@pytest.mark.usefixtures("measurements")
+@pytest.mark.usefixtures("measurements", "kernels_of_gpus")
 @pytest.mark.exhaustive  # .ci/run checks the same
 def test_the_documents_tables_are_current():
     assert report.main(["--check"]) == 0

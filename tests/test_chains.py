@@ -16,7 +16,7 @@ from jax_oneflow_ops._accelerate import tune
 from jax_oneflow_ops._codegen import primitive
 from tests.test_lowering import lowered_targets, native_backend
 
-pytestmark = native_backend
+pytestmark = [native_backend, pytest.mark.usefixtures("kernels_of_gpus")]
 BF16 = jnp.bfloat16
 
 

@@ -23,7 +23,7 @@ from jax_oneflow_ops._accelerate import dot_attention, exp_sums, symbols
 from tests.arrays import rng_for
 from tests.test_lowering import accelerated, compiled, native_backend
 
-pytestmark = [native_backend, pytest.mark.usefixtures("native")]
+pytestmark = [native_backend, pytest.mark.usefixtures("native", "kernels_of_gpus")]
 
 BF16 = jnp.bfloat16
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit

@@ -12,7 +12,7 @@ import jax_oneflow_ops as jof
 from tests.arrays import rng_for
 from tests.test_lowering import ENVIRONMENT_VARIABLE, accelerated, lowered_targets, native_backend
 
-pytestmark = native_backend
+pytestmark = [native_backend, pytest.mark.usefixtures("kernels_of_gpus")]
 
 TARGET = "jof_exp_sum"
 ROWS, COLUMNS = 12, 37

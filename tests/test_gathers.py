@@ -22,7 +22,7 @@ from tests.test_lowering import (
     targets,
 )
 
-pytestmark = native_backend
+pytestmark = [native_backend, pytest.mark.usefixtures("kernels_of_gpus")]
 
 NODES, SEGMENTS, EDGES, HEADS, WIDTH = 23, 19, 157, 3, 5
 SUM, DOT, SCATTER = "jof_message_sum", "jof_edge_dot", "jof_scatter"

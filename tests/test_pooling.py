@@ -16,7 +16,7 @@ import jax_oneflow_ops as jof
 from tests.arrays import rng_for
 from tests.test_lowering import accelerated, native_backend
 
-pytestmark = native_backend
+pytestmark = [native_backend, pytest.mark.usefixtures("kernels_of_gpus")]
 
 
 def pool(x, sizes, strides, padding="VALID", of_minima=False):

@@ -15,7 +15,7 @@ import jax_oneflow_ops as jof
 from tests.arrays import rng_for
 from tests.test_lowering import ENVIRONMENT_VARIABLE, accelerated, native_backend
 
-pytestmark = native_backend
+pytestmark = [native_backend, pytest.mark.usefixtures("kernels_of_gpus")]
 
 
 def products(f, *args, platform=None) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from tests.arrays import normals, rng_for
 from tests.catalogue import FLOATS
 from tests.test_lowering import compiled, lowered_targets, targets
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = pytest.mark.usefixtures("x64", "kernels_of_gpus")
 
 # Rows shorter and longer than a vector register, and than a block of them.
 LENGTHS = (1, 2, 7, 33, 100, 333, 1000, 2048, 2049, 9000)

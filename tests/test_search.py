@@ -16,6 +16,8 @@ from jax_oneflow_ops._accelerate import common
 from tests.test_errors import array
 from tests.test_lowering import lowered_targets, targets
 
+pytestmark = pytest.mark.usefixtures("kernels_of_gpus")
+
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "uint32", "int32", "int64", "uint64")
 MANY = ("float32", "int64")
