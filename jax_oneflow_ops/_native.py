@@ -4,13 +4,15 @@ Importing this module initialises no backend and makes no CUDA call: jax keeps t
 until a backend starts.
 """
 
+import contextlib
+import contextvars
 import functools
 import importlib
 import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -93,6 +95,19 @@ _loaded = _load()
 def available(platform: str) -> bool:
     """Whether native kernels for `platform` ("cpu" or "cuda") are loaded."""
     return platform in _loaded
+
+
+_assumed: contextvars.ContextVar[str | None] = contextvars.ContextVar("assumed", default=None)
+
+
+@contextlib.contextmanager
+def assumed(platform: str | None) -> Iterator[None]:
+    """Lowers to the kernels of a platform wherever there are any: the program is read, not run."""
+    token = _assumed.set(platform)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
 
 
 def implementations() -> dict[str, str]:
@@ -200,6 +215,8 @@ def is_used(function: str, platform: str, implementation: str | None) -> bool:
     """
     if implementation == "xla":
         return False
+    if platform == _assumed.get():
+        return True
     problem = _cuda_problem() if platform == "cuda" and available(platform) else None
     if available(platform) and problem is None:
         return True

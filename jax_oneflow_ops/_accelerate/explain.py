@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_oneflow_ops import _compat, _policy
+from jax_oneflow_ops import _compat, _native, _policy
 from jax_oneflow_ops._accelerate import common, exp_sums, explanation
 from jax_oneflow_ops._accelerate.report import Report, Row
 from jax_oneflow_ops._accelerate.rules import Scope
@@ -58,7 +58,8 @@ def report_on(fun: Any, args: Any, kwargs: Any, platform: str | None) -> Report:
     found = explanation.Explanation(device_kind)
     token = explanation.current.set(found)
     try:
-        with Scope(common.ON, str(next(_explained))):  # traced and lowered anew each time
+        of_another = _native.assumed(lowered_for if platform else None)
+        with of_another, Scope(common.ON, str(next(_explained))):  # traced and lowered anew
             jitted: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
             traced = jitted.trace(*args, **kwargs)
             jaxpr = _compat.jaxpr_of(traced)
