@@ -305,12 +305,7 @@ def _entrants(item: _Prepared, machine: Machine, options: Options) -> Entrants:
     if not is_native(programs["ours"].result().as_text() or "", alone):
         about["ran"] = "xla"
     for name in [*options.implementations[1:], *(work.variants if options.libraries else [])]:
-        try:
-            verified(name)
-        except ArithmeticError:
-            if name != "xla" or same.get("default") != "ours":
-                raise
-            disagree.append(name)  # and the default does not run it
+        verified(name)
     for name in work.forms:
         try:
             disagree += [] if agrees(run(name)) else [name]

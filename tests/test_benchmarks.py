@@ -413,18 +413,6 @@ def test_what_differs_from_all_forms_or_fails_its_check_is_an_error():
         entered(case, ours=lambda x, a, implementation: x * a + 1e-3)
 
 
-def test_xla_may_only_be_inaccurate_where_the_default_does_not_run_it():
-    def ours(x, a, implementation):
-        left_to_xla = implementation is None and _policy.prefers_xla is harness._may_prefer_xla
-        return x * a + (1e-3 if left_to_xla else 0)
-
-    case = TINY["elementwise"][1]
-    found = entered(case, harness.Options(("native", "default", "xla")), ours=ours)
-    assert found.about["disagree"] == ["xla"]
-    with pytest.raises(ArithmeticError, match=r"xla: .* samples are off"):
-        entered(case, harness.Options(("native", "xla")), ours=ours)
-
-
 def test_errors_are_rows():
     def fail():
         raise ValueError("no such shape")
@@ -563,7 +551,7 @@ def test_report_writes_between_markers_and_says_what_is_stale(tmp_path, capsys):
             cli.main(check)
 
 
-@pytest.mark.usefixtures("measurements", "kernels_of_gpus")
+@pytest.mark.usefixtures("measurements")
 @pytest.mark.exhaustive  # .ci/run checks the same
 def test_the_documents_tables_are_current():
     assert report.main(["--check"]) == 0

@@ -17,7 +17,7 @@ from tests.arrays import rng_for
 from tests.test_exp_sums import compare
 from tests.test_lowering import ENVIRONMENT_VARIABLE, accelerated, lowered_targets, native_backend
 
-pytestmark = [native_backend, pytest.mark.usefixtures("kernels_of_gpus")]
+pytestmark = native_backend
 
 FORWARD, GRADIENT = "jof_softmax", "jof_softmax_vjp"
 

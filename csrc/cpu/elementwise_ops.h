@@ -24,8 +24,8 @@ JOF_INLINE Functor MakeFunctor(const void* parameter) {
   }
 }
 
-// 16-bit types have a separate loop for calls whose operands are
-// all arrays: f16 fma takes 21 us for 512 KiB, and 30 us if each block tests the operands' kinds.
+// 16-bit types have a separate loop for calls whose operands are all arrays: f16 fma takes 21 us
+// for 512 KiB, and 30 us if each block tests the operands' kinds.
 template <typename Functor, typename T, int... i, int... o>
 void RunFunctor(const ElementwiseCall& call, int64_t begin, int64_t end, Indices<i...>,
                 Indices<o...>) {

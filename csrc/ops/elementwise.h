@@ -202,10 +202,8 @@ struct GeluTanh {
   JOF_HOST_DEVICE JOF_INLINE static C Exponential(C x) {
     constexpr C linear = static_cast<C>(-kLinear * kLog2E);
     constexpr C cubic = static_cast<C>(-kCubic * kLog2E);
-    if constexpr (kIsNarrow<T>) {
-      return Exp2Approx<Known::kInRange>(x * MulAdd(cubic * x, x, linear));
-    } else if constexpr (kIsDouble<T>) {
-      return Exp2<T>(x * MulAdd(cubic * x, x, linear), C{0});
+    if constexpr (kIsNarrow<T> || kIsDouble<T>) {
+      return Exp2<T, Known::kInRange>(x * MulAdd(cubic * x, x, linear), C{0});
     } else {
       constexpr C linear_low = static_cast<C>(-kLinear * kLog2E - linear);
       constexpr C cubic_low = static_cast<C>(-kCubic * kLog2E - cubic);

@@ -7,29 +7,38 @@
 
 constexpr uint32_t kStride = 509;  // a prime, so that all mantissa bits vary
 
-void TestFloat() {
-  using T = float;
-  const auto exp = [](float x) { return jof::Exp<T>(x); };
-  const auto reciprocal = [](float x) { return jof::Reciprocal<T>(x); };
-  const auto sigmoid = [](float x) { return jof::Sigmoid<T>()(x); };
-  const auto tanh = [](float x) { return jof::Tanh<T>()(x); };
-  const auto expm1 = [](float x) { return jof::Expm1<T>(x); };
-  const auto log1p = [](float x) { return jof::Log1p<T>(x); };
-  const auto tail = [](float t) { return jof::NormalTail<T>(t); };
-  const auto density = [](float t) {
+double WantExp(double x) { return std::exp(x); }
+double WantTanh(double x) { return std::tanh(x); }
+double WantLog1p(double e) { return std::log1p(e); }
+double WantTail(double t) { return 0.5 * std::erfc(t * std::sqrt(0.5)); }
+double WantDensity(double t) { return std::exp(-0.5 * t * t) / std::sqrt(2 * M_PI); }
+
+// The functions for results of type T.
+template <typename T>
+struct Functions {
+  static float Exp(float x) { return jof::Exp<T>(x); }
+  static float Tanh(float x) { return jof::Tanh<T>()(x); }
+  static float Log1p(float e) { return jof::Log1p<T>(e); }
+  static float Tail(float t) { return jof::NormalTail<T>(t); }
+  static float Density(float t) {
     float value;
     jof::NormalTail<T>(t, &value);
     return value;
-  };
-  const auto want_exp = [](double x) { return std::exp(x); };
-  const auto want_sigmoid = [](double x) { return 1 / (1 + std::exp(-x)); };
-  const auto want_tanh = [](double x) { return std::tanh(x); };
-  const auto want_expm1 = [](double x) { return std::expm1(x); };
-  const auto want_tail = [](double t) { return 0.5 * std::erfc(t * std::sqrt(0.5)); };
-  const auto want_density = [](double t) { return std::exp(-0.5 * t * t) / std::sqrt(2 * M_PI); };
+  }
+};
 
-  Compare<kStride>("exp", exp, want_exp, 0.0f, 88.7228317f, 1.2);
-  Compare<kStride>("exp", exp, want_exp, -0.0f, -86.9f, 1.2);
+void TestFloat() {
+  constexpr auto exp = Functions<float>::Exp, tanh = Functions<float>::Tanh;
+  constexpr auto log1p = Functions<float>::Log1p;
+  constexpr auto tail = Functions<float>::Tail, density = Functions<float>::Density;
+  const auto reciprocal = [](float x) { return jof::Reciprocal<float>(x); };
+  const auto sigmoid = [](float x) { return jof::Sigmoid<float>()(x); };
+  const auto expm1 = [](float x) { return jof::Expm1<float>(x); };
+  const auto want_sigmoid = [](double x) { return 1 / (1 + std::exp(-x)); };
+  const auto want_expm1 = [](double x) { return std::expm1(x); };
+
+  Compare<kStride>("exp", exp, WantExp, 0.0f, 88.7228317f, 1.2);
+  Compare<kStride>("exp", exp, WantExp, -0.0f, -86.9f, 1.2);
   for (const float x : {88.7228394f, 88.73f, 89.0f, 100.0f, 3e38f, kInf}) EXPECT(exp(x), kInf);
   for (const float x : {-104.0f, -1e3f, -3e38f, -kInf}) EXPECT(exp(x), 0.0f);
   EXPECT(exp(kNaN), kNaN);
@@ -48,7 +57,7 @@ void TestFloat() {
   EXPECT(sigmoid(kNaN), kNaN);
   EXPECT(sigmoid(0.0f), 0.5f);
 
-  Compare<kStride>("tanh", tanh, want_tanh, 0.0f, 3e38f, 2.6);
+  Compare<kStride>("tanh", tanh, WantTanh, 0.0f, 3e38f, 2.6);
   Sweep<kStride>(0.0f, kInf, [&](float x) {
     EXPECT(tanh(-x), -tanh(x));
     JOF_CHECK(tanh(x) <= 1.0f, "tanh(%g) is above 1", x);
@@ -66,15 +75,15 @@ void TestFloat() {
   EXPECT(expm1(-kInf), -1.0f);
   EXPECT(expm1(kNaN), kNaN);
 
-  Compare<kStride>("log1p", log1p, [](double e) { return std::log1p(e); }, 0.0f, 1.0f, 1.6);
+  Compare<kStride>("log1p", log1p, WantLog1p, 0.0f, 1.0f, 1.6);
   EXPECT(log1p(0.0f), 0.0f);
   EXPECT(log1p(kNaN), kNaN);
 
   // P(Z > t) is 1/1024 at t = 3.097.
-  Compare<kStride>("tail", tail, want_tail, 0.0f, 3.0972f, 3.6);
-  Compare<kStride>("density", density, want_density, 0.0f, 12.5f, 2.4);
+  Compare<kStride>("tail", tail, WantTail, 0.0f, 3.0972f, 3.6);
+  Compare<kStride>("density", density, WantDensity, 0.0f, 12.5f, 2.4);
   Sweep<kStride>(3.0972f, 12.5f, [&](float t) {
-    const double relative = std::abs(tail(t) / want_tail(t) - 1);
+    const double relative = std::abs(tail(t) / WantTail(t) - 1);
     JOF_CHECK(relative <= 3.2e-6, "tail(%g): relative error %g", t, relative);
   });
   EXPECT(tail(0.0f), 0.5f);
@@ -114,30 +123,28 @@ void TestNarrow() {
                 x, function(x), expected);
     });
   };
-  const auto exp = [](float x) { return jof::Exp<T>(x); };
+  constexpr auto exp = Functions<T>::Exp, tanh = Functions<T>::Tanh, log1p = Functions<T>::Log1p;
+  constexpr auto tail = Functions<T>::Tail, density = Functions<T>::Density;
   const auto limited = [](float x) { return jof::Exp<T, jof::Known::kAtMost>(x); };
-  const auto tanh = [](float x) { return jof::Tanh<T>()(x); };
-  const auto log1p = [](float e) { return jof::Log1p<T>(e); };
-  const auto tail = [](float t) { return jof::NormalTail<T>(t); };
-  const auto density = [](float t) {
-    float value;
-    jof::NormalTail<T>(t, &value);
-    return value;
-  };
-  const auto want_exp = [](double x) { return std::exp(x); };
-  const auto want_tanh = [](double x) { return std::tanh(x); };
-  const auto want_tail = [](double t) { return 0.5 * std::erfc(t * std::sqrt(0.5)); };
-  const auto want_density = [](double t) { return std::exp(-0.5 * t * t) / std::sqrt(2 * M_PI); };
+  const auto exp2 = [](float x) { return jof::Exp2<T>(x, 0.0f); };
+  const auto in_range = [](float x) { return jof::Exp2<T, jof::Known::kInRange>(x, 0.0f); };
+  const auto want_exp2 = [](double x) { return std::exp2(x); };
 
-  near("exp", exp, want_exp, 0.0f, 88.7f, 0x1p-17);
-  near("exp", exp, want_exp, -0.0f, -86.6f, 0x1p-17);
-  near("exp", limited, want_exp, 0.0f, 88.0f, 0x1p-17);
-  near("tanh", tanh, want_tanh, 1e-30f, 3e38f, 0x1p-19);
-  near("tanh", tanh, want_tanh, -1e-30f, -3e38f, 0x1p-19);
-  near("log1p", log1p, [](double e) { return std::log1p(e); }, 1e-30f, 1.0f, 7e-5);
-  near("tail", tail, want_tail, 0.0f, 6.0f, 1.85e-4);
-  near("tail", tail, want_tail, 6.0f, 12.5f, 1.5e-3);
-  near("density", density, want_density, 0.0f, 12.5f, 0x1p-16);
+  near("exp", exp, WantExp, 0.0f, 88.7f, 4.1e-6);
+  near("exp", exp, WantExp, -0.0f, -86.6f, 4.1e-6);
+  near("exp", limited, WantExp, 0.0f, 88.0f, 4.1e-6);
+  near("exp2", exp2, want_exp2, 0.0f, 127.9f, 0x1p-22);
+  near("exp2", exp2, want_exp2, -0.0f, -125.0f, 0x1p-22);
+  near("exp2", in_range, want_exp2, 0.0f, 127.9f, 0x1p-22);
+  near("exp2", in_range, want_exp2, -0.0f, -125.0f, 0x1p-22);
+  EXPECT(in_range(128.4f), kInf);
+  EXPECT(in_range(-126.3f), 0.0f);
+  near("tanh", tanh, WantTanh, 1e-30f, 3e38f, 0x1p-19);
+  near("tanh", tanh, WantTanh, -1e-30f, -3e38f, 0x1p-19);
+  near("log1p", log1p, WantLog1p, 1e-30f, 1.0f, 7e-5);
+  near("tail", tail, WantTail, 0.0f, 6.0f, 1.85e-4);
+  near("tail", tail, WantTail, 6.0f, 12.5f, 1.5e-3);
+  near("density", density, WantDensity, 0.0f, 12.5f, 0x1p-16);
   for (const float x : {89.0f, 100.0f, 3e38f, kInf}) EXPECT(exp(x), kInf);
   for (const float x : {-104.0f, -3e38f, -kInf}) {
     EXPECT(exp(x), 0.0f);
