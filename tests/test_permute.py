@@ -110,6 +110,11 @@ LARGE = [
     ((40, 8, 31, 4, 41), (1, 0, 2, 4, 3), "bfloat16"),
     ((800, 3, 1001), (0, 2, 1), "bfloat16"),
     ((300, 7, 301), (2, 1, 0), "complex128"),
+    ((20, 3000, 30), (2, 1, 0), "uint8"),
+    ((19, 40, 8, 2, 7, 64), (3, 5, 0, 1, 4, 2), "int8"),
+    ((595, 13, 3, 64, 3), (4, 3, 0, 1, 2), "bfloat16"),
+    ((5, 99, 8, 4, 11, 13), (0, 5, 4, 3, 2, 1), "uint8"),
+    ((45, 4, 30, 25, 21), (1, 3, 0, 4, 2), "complex64"),
 ]
 
 
@@ -418,6 +423,12 @@ def test_tiles_are_contiguous_on_both_sides(problem, itemsize, alignment):
         ((4, 3, 32768, 30), (1, 0, 3, 2), 4, {"strategy": "runs", "unit_bytes": 4}),
         ((9, 5, 129, 127), (2, 0, 3, 1), 2, {"strategy": "gather", "unit_bytes": 2}),
         ((39, 64), (1, 0), 4, {"strategy": "gather", "unit_bytes": 4}),
+        (
+            (1795, 13, 3, 64, 3),
+            (4, 3, 0, 1, 2),
+            2,
+            {"strategy": "tile", "shape": [3, 64, 70005], "in_run": 2, "out_run": 1},
+        ),
         # Rows of eight 2-byte elements become 16-byte elements.
         ((512, 256, 8), (1, 0, 2), 2, {"unit_bytes": 16, "shape": [256, 512], "axes": [1, 0]}),
         ((2**16, 2**15 - 1), (1, 0), 1, {"index_bytes": 4}),

@@ -3,10 +3,11 @@
 // BatchTransposeKernel and its 2-byte variant, which handle the last two dimensions only, pad tiles
 // by one element, and move at most 4 bytes per access.
 //
-//   TileKernel: a tile over the fastest dimension of the input and the fastest of the output, with
-//     any dimensions between them. Every global access is an aligned 16-byte access, even if rows
-//     are not whole packs. Elements of 1 and 2 bytes are read from shared memory in 4-byte words,
-//     and 4x4 or 2x2 blocks are transposed in registers.
+//   TileKernel: a tile over the fastest dimensions of the input and the fastest of the output, with
+//     any dimensions between them. Short dimensions that follow each other count as one. Every
+//     global access is an aligned 16-byte access, even if rows are not whole packs. Elements of 1
+//     and 2 bytes are read from shared memory in 4-byte words, and 4x4 or 2x2 blocks are transposed
+//     in registers.
 //   RunsKernel: a tile over any dimensions, for short ones. Rows are loaded as the aligned packs
 //     that they touch, and a thread gathers the elements of one aligned pack of the output. Each
 //     dimension of the tile has one stride in shared memory, even if rows are unaligned: the pitch
@@ -35,11 +36,13 @@
 // On an H200 TileKernel reaches 0.86 to 0.99 of a copy's speed for every element size if rows are
 // whole packs. Other row lengths take more instructions, which then bound the speed: 0.82 to 0.97
 // for 2 to 8 bytes, 0.62 to 0.77 for 1 byte, and less if a dimension is slightly too long for its
-// part of a tile (65 elements: 0.56 to 0.76). RunsKernel reaches 0.45 to 0.9 over 16 MB, and as
-// little as 0.4 for single bytes. (512, 32, 256, 2, 8) by (0, 3, 1, 4, 2) of f16 takes 70 us (XLA:
-// 81), and took 154 us with rows as long as the output's runs. With
-// asynchronous copies, elements of 8 and 16 bytes take up to a tenth longer than with loads through
-// registers.
+// part of a tile (65 elements: 0.56 to 0.76). Runs of several dimensions take two divisions for
+// each row, and up to 1.1 times as long. For unaligned rows of 2 and 4 bytes, tiles that cover 224
+// bytes of an output row instead of 96 take 0.92 and 0.83 of the time from 32 and from 8 MB on.
+// RunsKernel reaches 0.45 to 0.9 over 16 MB, and as little as 0.3 for single bytes. (512, 32, 256,
+// 2, 8) by (0, 3, 1, 4, 2) of f16 takes 70 us (XLA: 81), and took 154 us with rows as long as the
+// output's runs. With asynchronous copies, elements of 8 and 16 bytes take up to a tenth longer
+// than with loads through registers.
 //
 // These did not help: visiting tiles in squares or in the order of the input; tiles that leave
 // fewer blocks per SM (0.69 instead of 0.87 for 64 x 1001 x 513 of f32); tables of offsets in
@@ -126,25 +129,37 @@ __host__ __device__ constexpr int Neighbours(int packs) {
   return count;
 }
 
+// Runs of at most kRun dimensions. Rows of the tile in the input are the elements of the output's
+// run, and rows in the output those of the input's run.
+template <int kRun>
 struct TileGeometry {
+  using Index = std::conditional_t<kRun == 1, uint64_t, uint32_t>;
   TileGrid<int64_t, kMostTiled> grid;
-  int64_t in_bytes, out_bytes;  // lengths of the fastest dimensions
+  Walk<Index, kRun, int64_t> in_rows, out_rows;
+  int64_t in_bytes, out_bytes;  // lengths of the runs
   int in_extent, out_extent;    // how much of them a tile covers, at most kInBytes and kOutBytes
-  int64_t in_pitch, out_pitch;  // between rows of the tile in the input and in the output
   size_t bytes;                 // of the array
 };
+
+// Where row `row` lies. Most runs have one dimension, also where the other run has more.
+template <typename Rows, typename Index>
+__device__ __forceinline__ int64_t RowOf(const Rows& rows, Index row) {
+  return rows.rank == 1 ? static_cast<int64_t>(row) * rows.dims[0].step : rows.At(row);
+}
 
 // A tile has rows of up to kInBytes in the input and of up to kOutBytes in the output.
 //
 // With kShiftIn, rows of the input may be unaligned: a thread then shifts a pack together from the
 // two aligned packs that hold it. If rows of the output may be unaligned, the transposed tile is
 // written to shared memory a second time, to form packs that are aligned in the output. With
-// kJoined and kShort it is written element by element, in the layout of the output. With kApart it
+// kJoined and kShort it is written element by element, in the layout of the output. Otherwise it
 // is written in packs, which are shifted again when they are stored. A tile then also reads up to
 // one sector more of each row than it covers, and stores the sectors that begin in its part.
-template <int kBytes, int kInBytes, int kOutBytes, bool kShiftIn, OutRows kOut>
-__global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPacks ? 8 : 5)
-    TileKernel(const TileGeometry g, const char* __restrict__ x, char* __restrict__ y) {
+template <int kBytes, int kInBytes, int kOutBytes, bool kShiftIn, OutRows kOut, int kRun>
+__global__ void __launch_bounds__(kBlockSize, kShiftIn || kOut != OutRows::kPacks ? 5
+                                              : kRun == 1                         ? 8
+                                                                                  : 6)
+    TileKernel(const TileGeometry<kRun> g, const char* __restrict__ x, char* __restrict__ y) {
   constexpr int kPack = kPerPack<kBytes>;
   constexpr int kRows = kOutBytes / kBytes;
   constexpr int kRowPacks = kInBytes / kPackBytes;
@@ -164,39 +179,50 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
   const int64_t in_left = g.in_bytes - int64_t{origin.in_place} * g.in_extent;
   const int64_t out_left = g.out_bytes - int64_t{origin.out_place} * g.out_extent;
   const int in_width = in_left < g.in_extent ? static_cast<int>(in_left) : g.in_extent;
-  const int most = kOut == OutRows::kApart ? kOutBytes : g.out_extent;
+  const int most = IsApart(kOut) ? kOutBytes : g.out_extent;
   const int out_width = out_left < most ? static_cast<int>(out_left) : most;
+  using Index = typename TileGeometry<kRun>::Index;
   const char* in = x + origin.in;
   char* out = y + origin.out;
+  const Index in_first = static_cast<Index>(origin.in_place) * (g.in_extent / kBytes);
+  const Index out_first = static_cast<Index>(origin.out_place) * (g.out_extent / kBytes);
+  // Row `row` of the tile in the output.
+  const auto out_row = [&](int row) { return out + RowOf(g.out_rows, in_first + row); };
 
   {
     constexpr int kStep = kBlockSize / kRowPacks;  // rows between a thread's packs
     const int row = static_cast<int>(threadIdx.x / kRowPacks);
     const int column = static_cast<int>(threadIdx.x % kRowPacks) * kPackBytes;
-    const char* source = in + row * g.in_pitch + column;
-    const int64_t step = kStep * g.in_pitch;
     char* target = tile + RowOffset<kBytes>(row, kInBytes) + column;
-    // The same step in shared memory. kStep is a multiple of the rows that a pack spans.
+    // kStep is a multiple of the rows that a pack spans.
     constexpr int kTargetStep = kStep * kInBytes + kStep / kPack * kPackBytes;
     static_assert(kStep % kPack == 0, "steps are alike");
     // The rows of the tile from this thread's first row on; none if its column is outside of the
     // tile.
     const int rows = column < in_width ? out_width / kBytes - row : 0;
-    const char* last = in + (out_width / kBytes - 1) * g.in_pitch + in_width;
-    if (!kShiftIn || CanRead(in, last, x, g.bytes)) {
+    const char* sources[kLoads];
+    bool can_read = true;
+    JOF_UNROLL
+    for (int n = 0; n < kLoads; ++n) {
+      sources[n] = in + RowOf(g.in_rows, out_first + row + n * kStep) + column;
+      can_read &= n * kStep >= rows || CanRead(sources[n], sources[n], x, g.bytes);
+    }
+    if (!kShiftIn || can_read) {
       Window<kBytes, kShiftIn> loaded[kLoads];
       JOF_UNROLL
       for (int n = 0; n < kLoads; ++n) {
-        if (n * kStep < rows) loaded[n].Load(source + n * step);
+        if (n * kStep < rows) loaded[n].Load(sources[n]);
       }
       JOF_UNROLL
       for (int n = 0; n < kLoads; ++n) {
-        *reinterpret_cast<uint4*>(target + n * kTargetStep) = loaded[n].Get(source + n * step);
+        *reinterpret_cast<uint4*>(target + n * kTargetStep) = loaded[n].Get(sources[n]);
       }
     } else {
-      for (int n = 0; n < kLoads && n * kStep < rows; ++n) {
+      JOF_UNROLL
+      for (int n = 0; n < kLoads; ++n) {
+        if (n * kStep >= rows) break;
         *reinterpret_cast<uint4*>(target + n * kTargetStep) =
-            LoadElements<kBytes>(source + n * step, x, g.bytes);
+            LoadElements<kBytes>(sources[n], x, g.bytes);
       }
     }
   }
@@ -226,18 +252,18 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
     }
     TransposeColumns<kBytes>(columns, packs[kTwice ? n : 0]);
     if constexpr (!kTwice) {
-      char* target = out + row * g.out_pitch + pack * kPackBytes;
       JOF_UNROLL
       for (int c = 0; c < kColumns; ++c) {
         if (kShiftIn && (row + c) * kBytes >= in_width) break;
-        StorePack<kParts>(reinterpret_cast<Column<kBytes>*>(target + c * g.out_pitch), packs[0][c]);
+        char* target = out_row(row + c) + pack * kPackBytes;
+        StorePack<kParts>(reinterpret_cast<Column<kBytes>*>(target), packs[0][c]);
       }
     }
   }
   // The second pass through shared memory. With kJoined the tile is laid out as in the output,
   // starting at the aligned pack that holds its first byte. Otherwise each row has a spare pack
   // before it.
-  const int phase = static_cast<int>(Phase(out));
+  const int phase = kJoined ? static_cast<int>(Phase(out_row(0))) : 0;
   if constexpr (kTwice) {
     __syncthreads();
     JOF_UNROLL
@@ -248,7 +274,7 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
       if (kJoined && pack * kPackBytes >= out_width) continue;
       JOF_UNROLL
       for (int c = 0; c < kColumns; ++c) {
-        if constexpr (kOut == OutRows::kApart) {
+        if constexpr (IsApart(kOut)) {
           *reinterpret_cast<uint4*>(tile + (row + c) * kOutPitch + (pack + 1) * kPackBytes) =
               AsWord(packs[n][c]);
         } else {
@@ -259,12 +285,10 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
     }
     __syncthreads();
   }
-  if constexpr (kOut == OutRows::kApart) {
+  if constexpr (IsApart(kOut)) {
     constexpr int kStep = kBlockSize / kOutPacks;
     int row = static_cast<int>(threadIdx.x / kOutPacks);
     const int pack = static_cast<int>(threadIdx.x % kOutPacks);
-    char* target = out + row * g.out_pitch;
-    const int64_t step = kStep * g.out_pitch;
     const int first = origin.out_place > 0 ? 0 : -kPackBytes + 1;
     // The 16 bytes of a row that start at `begin`, which is at least -15.
     const auto turned = [&](int row, int begin) {
@@ -274,7 +298,8 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
       return ShiftBytes<kBytes>(aligned[0], aligned[1], shift);
     };
     JOF_UNROLL
-    for (int n = 0; n < kOutRows / kStep; ++n, row += kStep, target += step) {
+    for (int n = 0; n < kOutRows / kStep; ++n, row += kStep) {
+      char* target = out_row(row);
       const int phase = static_cast<int>(reinterpret_cast<uintptr_t>(target) % kSectorBytes);
       const int begin = pack * kPackBytes - phase;
       const int sector = begin - pack % 2 * kPackBytes;
@@ -286,8 +311,8 @@ __global__ void __launch_bounds__(kBlockSize, !kShiftIn && kOut == OutRows::kPac
     const int total = in_width / kBytes * out_width;
     for (int at = static_cast<int>(threadIdx.x) * kPackBytes; at < phase + total;
          at += kBlockSize * kPackBytes) {
-      StoreBytes<kBytes>(out + at - phase, *reinterpret_cast<const uint4*>(tile + at), phase - at,
-                         phase + total - at);
+      StoreBytes<kBytes>(out_row(0) + at - phase, *reinterpret_cast<const uint4*>(tile + at),
+                         phase - at, phase + total - at);
     }
   }
 }
@@ -452,57 +477,78 @@ __global__ void __launch_bounds__(kBlockSize)
   }
 }
 
-template <int kBytes, int kInBytes, int kOutBytes, bool kShiftIn, OutRows kOut>
+template <int kBytes, bool kShiftIn, OutRows kOut, int kRun>
 cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
-  const int in_fastest = plan.fastest_in(), out_fastest = plan.fastest_out();
-  const PermuteDim &in = plan.dims[in_fastest], &out = plan.dims[out_fastest];
-  TileGeometry g{};
-  g.in_bytes = in.size * kBytes;
-  g.out_bytes = out.size * kBytes;
-  g.in_pitch = out.in_stride * kBytes;
-  g.out_pitch = in.out_stride * kBytes;
+  constexpr TileShape kShape = TileShapeOf(kBytes, kShiftIn, kOut);
+  TileGeometry<kRun> g{};
+  int64_t in_units = 1, out_units = 1;
+  bool in_in_run[kMaxPermuteRank] = {};
+  for (int k = 0; k < plan.in_run; ++k) {
+    const PermuteDim& dim = plan.dims[plan.fastest_in(k)];
+    in_in_run[plan.fastest_in(k)] = true;
+    in_units *= dim.size;
+    g.out_rows.Add(dim.size, dim.out_stride * kBytes);
+  }
+  for (int k = 0; k < plan.out_run; ++k) {
+    const PermuteDim& dim = plan.dims[plan.fastest_out(k)];
+    out_units *= dim.size;
+    g.in_rows.Add(dim.size, dim.in_stride * kBytes);
+  }
+  g.in_bytes = in_units * kBytes;
+  g.out_bytes = out_units * kBytes;
   g.bytes = static_cast<size_t>(plan.units) * kBytes;
-  // Splits a dimension into parts of nearly equal size.
+  // Splits a run into parts of nearly equal size.
   const auto extent = [](int64_t bytes, int64_t most, int64_t unit) {
     const int64_t parts = (bytes + most - 1) / most, units = (bytes + unit - 1) / unit;
     return static_cast<int>((units + parts - 1) / parts * unit);
   };
-  g.in_extent = extent(g.in_bytes, kInBytes, kShiftIn ? kBytes : kPackBytes);
-  g.out_extent =
-      kOut == OutRows::kApart
-          ? extent(g.out_bytes, kOutBytes - kSectorBytes, kSectorBytes)
-          : extent(g.out_bytes, kOutBytes, kOut == OutRows::kPacks ? kPackBytes : kBytes);
+  g.in_extent = extent(g.in_bytes, kShape.in, kShiftIn ? kBytes : kPackBytes);
+  g.out_extent = IsApart(kOut) ? extent(g.out_bytes, kShape.out - kSectorBytes, kSectorBytes)
+                               : extent(g.out_bytes, kShape.out,
+                                        kOut == OutRows::kPacks ? kPackBytes : kBytes);
   int64_t blocks = 1;
-  for (int d = plan.rank - 1; d >= 0; --d) {
-    const PermuteDim& dim = plan.dims[d];
-    const bool is_in = d == in_fastest, is_out = d == out_fastest;
-    const int64_t covered = is_in ? g.in_extent / kBytes : is_out ? g.out_extent / kBytes : 1;
-    const int64_t count = (dim.size + covered - 1) / covered;
-    if (count == 1) continue;
-    g.grid.Add(count, {covered * dim.in_stride * kBytes, covered * dim.out_stride * kBytes, is_in,
-                       is_out});
+  bool fits = true;
+  const auto add = [&](int64_t count, const TilePlace<int64_t>& step) {
+    if (count == 1) return;
+    fits &= g.grid.Add(count, step);
     blocks *= count;
+  };
+  add((g.out_bytes + g.out_extent - 1) / g.out_extent, {0, g.out_extent, 0, 1});
+  for (int d = plan.rank - plan.out_run - 1; d >= 0; --d) {
+    const PermuteDim& dim = plan.dims[d];
+    if (d == plan.fastest_in()) {
+      add((g.in_bytes + g.in_extent - 1) / g.in_extent, {g.in_extent, 0, 1, 0});
+    } else if (!in_in_run[d]) {
+      add(dim.size, {dim.in_stride * kBytes, dim.out_stride * kBytes, 0, 0});
+    }
   }
-  return LaunchBlocks(TileKernel<kBytes, kInBytes, kOutBytes, kShiftIn, kOut>, blocks, 0, stream, g,
-                      static_cast<const char*>(x), static_cast<char*>(y));
+  if (!fits) return cudaErrorInvalidValue;
+  return LaunchBlocks(TileKernel<kBytes, kShape.in, kShape.out, kShiftIn, kOut, kRun>, blocks, 0,
+                      stream, g, static_cast<const char*>(x), static_cast<char*>(y));
 }
 
 template <int kBytes, bool kShiftIn, OutRows kOut>
 cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
-  constexpr TileShape kShape = TileShapeOf(kBytes, kShiftIn, kOut);
-  return LaunchTile<kBytes, kShape.in, kShape.out, kShiftIn, kOut>(plan, x, y, stream);
+  return plan.in_run == 1 && plan.out_run == 1
+             ? LaunchTile<kBytes, kShiftIn, kOut, 1>(plan, x, y, stream)
+             : LaunchTile<kBytes, kShiftIn, kOut, kMostJoined>(plan, x, y, stream);
 }
 
 template <int kBytes, bool kShiftIn>
 cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
   if constexpr (kBytes < kPackBytes) {
-    switch (OutRowsOf(plan, IsAligned(y, kPackBytes))) {
+    switch (OutRowsOf(plan, RunsOf(plan), IsAligned(y, kPackBytes))) {
       case OutRows::kJoined:
         return LaunchTile<kBytes, kShiftIn, OutRows::kJoined>(plan, x, y, stream);
       case OutRows::kShort:
         return LaunchTile<kBytes, kShiftIn, OutRows::kShort>(plan, x, y, stream);
       case OutRows::kApart:
         return LaunchTile<kBytes, kShiftIn, OutRows::kApart>(plan, x, y, stream);
+      case OutRows::kLong:
+        if constexpr (kBytes == 2) {
+          return LaunchTile<kBytes, kShiftIn, OutRows::kLong>(plan, x, y, stream);
+        }
+        break;
       default:
         break;
     }
@@ -513,8 +559,7 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
 template <int kBytes>
 cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
   if constexpr (kBytes < kPackBytes) {
-    const int64_t in_row = plan.dims[plan.fastest_in()].size * kBytes;
-    if (!IsAligned(x, kPackBytes) || in_row % kPackBytes != 0) {
+    if (!IsAligned(x, kPackBytes) || RunsOf(plan).in.units * kBytes % kPackBytes != 0) {
       return LaunchTile<kBytes, true>(plan, x, y, stream);
     }
   }

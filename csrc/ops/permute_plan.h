@@ -23,8 +23,9 @@ JOF_NAMESPACE_BEGIN
 // elements than fit in any memory.
 inline constexpr int kMaxPermuteRank = 40;
 
-// The most dimensions that kTile takes: its blocks compute their offsets in an unrolled loop.
-inline constexpr int kMostTiled = 4;
+// The most dimensions that blocks of kTile enumerate, and that one of its runs has: they compute
+// offsets in unrolled loops.
+inline constexpr int kMostTiled = 4, kMostJoined = 3;
 
 enum class PermuteStrategy {
   kCopy,          // nothing is permuted: units are copied in order
@@ -33,7 +34,7 @@ enum class PermuteStrategy {
   kInterleave,    // a short dimension (2, 3 or 4) becomes the output's fastest; registers hold all
                   // of it, and both sides move in 16-byte packs
   kDeinterleave,  // the same if the short dimension is the input's fastest
-  kTile,          // tiles over the fastest dimensions of input and output
+  kTile,          // tiles over the fastest dimensions of the input and others of the output
   kRuns,          // tiles over any dimensions
 };
 
@@ -51,12 +52,13 @@ struct PermutePlan {
   PermuteDim dims[kMaxPermuteRank];  // in the order of the output, slowest first
   int in_order[kMaxPermuteRank];     // positions in dims, in the order of the input, slowest first
   int gathered = 0;                  // kCopy, kGather: units that a thread moves together
-  // kRuns: how much of each dimension a tile covers. A tile is contiguous in the input along the
-  // input's in_run fastest dimensions, and in the output along the output's out_run fastest ones.
-  // It covers these dimensions whole, except for the slowest of each run, and one element of every
-  // other dimension.
-  int64_t tile[kMaxPermuteRank];
+  // kTile, kRuns: a tile is contiguous in the input along the input's in_run fastest dimensions,
+  // and in the output along the output's out_run fastest ones. It covers one element of every other
+  // dimension. kTile: no dimension is in both runs, and a tile covers any part of a run.
   int in_run = 0, out_run = 0;
+  // kRuns: how much of each dimension a tile covers: all of the dimensions in a run, except for the
+  // slowest of each run.
+  int64_t tile[kMaxPermuteRank];
 
   // The k-th fastest dimension of the input and of the output; k = 0 is the fastest.
   int fastest_in(int k = 0) const { return in_order[rank - 1 - k]; }
@@ -73,9 +75,13 @@ struct PermutePlan {
 enum class OutRows {
   kPacks,   // whole packs
   kApart,   // unaligned; a tile covers one sector less of each row than it has room for
+  kLong,    // as kApart, with longer parts of rows
   kJoined,  // unaligned; the rows of a tile follow each other without a gap
   kShort,   // as kJoined, with rows so short that a tile has more of them
 };
+JOF_HOST_DEVICE constexpr bool IsApart(OutRows rows) {
+  return rows == OutRows::kApart || rows == OutRows::kLong;
+}
 
 // The lengths of such a tile's rows in the input and in the output, in bytes.
 struct TileShape {
@@ -91,11 +97,12 @@ constexpr TileShape TileShapeOf(int unit_bytes, bool shift_in, OutRows rows) {
     case 2:
       return joined                    ? TileShape{128, 192}
              : rows == OutRows::kShort ? TileShape{256, 96}
+             : rows == OutRows::kLong  ? TileShape{128, 256}
                                        : TileShape{128, 128};
     case 4:
       return joined                    ? TileShape{128, 384}
              : rows == OutRows::kShort ? TileShape{256, 192}
-             : rows == OutRows::kApart ? TileShape{128, 128}
+             : rows == OutRows::kApart ? TileShape{128, 256}
              : shift_in                ? TileShape{256, 128}
                                        : TileShape{256, 256};
     case 8:
@@ -107,18 +114,36 @@ constexpr TileShape TileShapeOf(int unit_bytes, bool shift_in, OutRows rows) {
   }
 }
 
+// The runs of kTile: how many dimensions each has, and how many units.
+struct TileRuns {
+  struct Run {
+    int dims;
+    int64_t units;
+  } in, out;
+};
+
+inline TileRuns RunsOf(const PermutePlan& plan) {
+  TileRuns runs{{plan.in_run, 1}, {plan.out_run, 1}};
+  for (int k = 0; k < plan.in_run; ++k) runs.in.units *= plan.dims[plan.fastest_in(k)].size;
+  for (int k = 0; k < plan.out_run; ++k) runs.out.units *= plan.dims[plan.fastest_out(k)].size;
+  return runs;
+}
+
 // How the rows of kTile's tiles lie in the output. `aligned` says that the output is aligned to
 // packs.
-inline OutRows OutRowsOf(const PermutePlan& plan, bool aligned) {
+inline OutRows OutRowsOf(const PermutePlan& plan, const TileRuns& runs, bool aligned) {
   constexpr int kPack = 16;
-  const PermuteDim &in = plan.dims[plan.fastest_in()], &out = plan.dims[plan.fastest_out()];
-  const int64_t row = out.size * plan.unit_bytes;
+  const int64_t row = runs.out.units * plan.unit_bytes;
   if (plan.unit_bytes == kPack || (aligned && row % kPack == 0)) return OutRows::kPacks;
-  if (in.out_stride != out.size) return OutRows::kApart;
+  // On an H200 f16 takes 0.9 of the time with kLong from 32 MB on, and 1.2 times as long below 8
+  // MB.
+  const bool is_long = plan.unit_bytes == 2 && plan.units >= 16 << 20;
+  const OutRows apart = is_long ? OutRows::kLong : OutRows::kApart;
+  if (runs.in.dims > 1 || plan.dims[plan.fastest_in()].out_stride != runs.out.units) return apart;
   for (const OutRows rows : {OutRows::kShort, OutRows::kJoined}) {
     if (row <= TileShapeOf(plan.unit_bytes, false, rows).out) return rows;
   }
-  return OutRows::kApart;
+  return apart;
 }
 
 namespace internal {
@@ -245,6 +270,56 @@ inline bool SharesSectors(const PermutePlan& plan) {
          GatheredSectors(plan, kWarpBytes / plan.unit_bytes) >= 3 * kWarpBytes;
 }
 
+// How many parts kTile splits a run of `row` bytes into, and how many bytes a full part has.
+struct TileParts {
+  int64_t row, covered;
+  // The part of what the parts have room for that the run fills.
+  double filled() const {
+    return static_cast<double>(row) / static_cast<double>((row + covered - 1) / covered * covered);
+  }
+};
+struct TileFill {
+  TileParts in, out;
+  double room;  // the part of a tile that full parts fill
+  double filled() const { return in.filled() * out.filled() * room; }
+};
+
+inline TileFill Fill(const PermutePlan& plan, const TileRuns& runs, int64_t alignment) {
+  const int64_t in_row = runs.in.units * plan.unit_bytes,
+                out_row = runs.out.units * plan.unit_bytes;
+  const bool packs = alignment % kPermutePack == 0;
+  const OutRows rows = OutRowsOf(plan, runs, packs);
+  const TileShape shape = TileShapeOf(plan.unit_bytes, !packs || in_row % kPermutePack != 0, rows);
+  const int64_t covered = IsApart(rows) ? shape.out - kPermuteSector : shape.out;
+  return {{in_row, shape.in},
+          {out_row, covered},
+          static_cast<double>(covered) / static_cast<double>(shape.out)};
+}
+
+// Begins with the fastest dimension of each side. While tiles would not be full along a run, the
+// next dimension joins it, unless the other run has that one.
+inline TileRuns ChooseTileRuns(const PermutePlan& plan, int64_t alignment) {
+  constexpr double kFull = 0.93;
+  TileRuns runs{{1, plan.dims[plan.fastest_in()].size}, {1, plan.dims[plan.fastest_out()].size}};
+  const auto may_grow = [&](const TileRuns::Run& run) {
+    return run.dims < kMostJoined && runs.in.dims + runs.out.dims < plan.rank &&
+           plan.index_bytes == 4;
+  };
+  for (;;) {
+    const TileFill fill = Fill(plan, runs, alignment);
+    bool in = fill.in.filled() < kFull && may_grow(runs.in) &&
+              plan.fastest_in(runs.in.dims) < plan.rank - runs.out.dims;
+    bool out = fill.out.filled() < kFull && may_grow(runs.out);
+    for (int k = 0; out && k < runs.in.dims; ++k) {
+      out = plan.fastest_in(k) != plan.fastest_out(runs.out.dims);
+    }
+    if (in && out) (fill.in.filled() < fill.out.filled() ? out : in) = false;
+    if (in) runs.in.units *= plan.dims[plan.fastest_in(runs.in.dims++)].size;
+    if (out) runs.out.units *= plan.dims[plan.fastest_out(runs.out.dims++)].size;
+    if (!in && !out) return runs;
+  }
+}
+
 // Whether a strategy's kernel can carry out the plan.
 inline bool Applies(PermuteStrategy strategy, const PermutePlan& plan, int64_t alignment) {
   if (plan.rank <= 1) return strategy == PermuteStrategy::kCopy;
@@ -265,26 +340,26 @@ inline bool Applies(PermuteStrategy strategy, const PermutePlan& plan, int64_t a
     case PermuteStrategy::kDeinterleave:
       return alignment % kPermutePack == 0 && !plan.keeps_last() && in.size <= 4 &&
              out.in_stride == in.size && long_out;
-    case PermuteStrategy::kTile:
-      return plan.rank <= kMostTiled && !plan.keeps_last() && long_in && long_out;
+    case PermuteStrategy::kTile: {
+      if (plan.keeps_last()) return false;
+      const auto [in_run, out_run] = ChooseTileRuns(plan, alignment);
+      return plan.rank - in_run.dims - out_run.dims + 2 <= kMostTiled &&
+             in_run.units * plan.unit_bytes >= kShortestRow &&
+             out_run.units * plan.unit_bytes >= kShortestRow;
+    }
     default:
       return true;
   }
 }
 
-// The fraction of its tiles that kTile fills.
-inline double Filled(const PermutePlan& plan, int64_t alignment) {
-  const int64_t in_row = plan.dims[plan.fastest_in()].size * plan.unit_bytes;
-  const int64_t out_row = plan.dims[plan.fastest_out()].size * plan.unit_bytes;
-  const bool packs = alignment % kPermutePack == 0;
-  const OutRows rows = OutRowsOf(plan, packs);
-  const TileShape shape = TileShapeOf(plan.unit_bytes, !packs || in_row % kPermutePack != 0, rows);
-  const auto filled = [](int64_t row, int64_t side, int64_t covered) {
-    return static_cast<double>(row) / static_cast<double>((row + covered - 1) / covered * side);
-  };
-  return filled(in_row, shape.in, shape.in) *
-         filled(out_row, shape.out,
-                rows == OutRows::kApart ? shape.out - kPermuteSector : shape.out);
+// How full the tiles of kTile must be to be faster than those of kRuns.
+inline double LeastFill(const PermutePlan& plan, const TileRuns& runs, int64_t alignment) {
+  const int64_t bytes = plan.units * plan.unit_bytes;
+  const bool packs = OutRowsOf(plan, runs, alignment % kPermutePack == 0) == OutRows::kPacks;
+  if (bytes <= 2 << 20) return 0.2;
+  if (plan.unit_bytes == 1) return bytes <= 8 << 20 ? 0.4 : 0.48;
+  if (plan.unit_bytes == 2) return bytes <= 8 << 20 ? 0.4 : packs ? 0.65 : 0.55;
+  return packs ? 0.49 : 0.7;
 }
 
 // Measured on an H200, over 300 permutations with each strategy that applies, then over 150 of the
@@ -301,16 +376,22 @@ inline double Filled(const PermutePlan& plan, int64_t alignment) {
 // reaches 0.85 to 0.95 of a copy's speed if a warp's part of the input is contiguous for 64 bytes
 // or a block's part for 192, and half of that at a quarter of these lengths. A block's part does
 // not help if the sectors that a warp reads have many more bytes than it uses: 4 times as many were
-// fast, but with 7 times as many the speed was half of a copy's.
+// fast, but with 7 times as many the speed was half of a copy's. It does not help single bytes
+// either: kRuns takes 0.6 to 0.9 of the time. It also does so if a warp reads short parts of long
+// rows of 1- or 2-byte elements, as of 5 to 28 rows of any length, but 1.0 for 8 rows.
 //
 // kDeinterleave is slow for short rows that are not whole packs: kGather takes 0.54 of its time for
-// 66 bytes and 0.8 for 1000, but 1.7 for 1288. kInterleave is slow if rows are shorter than what a
-// warp reads of one row, because every warp then joins two rows.
+// 66 bytes and 0.8 for 1000, but 1.7 for 1288. It is slow for 3 or 4 elements of 2 bytes, or 4 of 1
+// byte, in longer rows that are not whole packs: kRuns takes 0.6 to 0.9 of the time. kInterleave is
+// slow if rows are shorter than what a warp reads of one row, because every warp then joins two
+// rows.
 //
-// kRuns takes 2 to 5 % more time than kTile with full tiles, and 1.2 to 1.3 times less if kTile's
-// tiles are half full. For single bytes, which kTile transposes in registers, kRuns takes 1.4 times
-// as long if its own packs are not whole. Arrays of up to 2 MB, which take 2 us, are faster with
-// kTile (0.7 to 0.8 of the time) even if its tiles are only a quarter full.
+// kRuns takes 1.1 to 1.2 times as long as kTile with full tiles of whole packs, and 1.2 to 2.7
+// times if rows are not whole packs and elements have 1 or 2 bytes, which kTile transposes in
+// registers. It takes less if kTile's tiles are half full (see LeastFill). Arrays of up to 2 MB,
+// which take 2 us, are faster with kTile (0.7 to 0.8 of the time) even if its tiles are only a
+// quarter full. Where dimensions are joined, 1795 x 13 x 3 x 64 x 3 of bf16 by (4, 3, 0, 1, 2)
+// takes 18 us (kRuns: 38), and 19 x 169 x 8 x 2 x 7 x 512 of int8 by (3, 5, 0, 1, 4, 2) 101 (248).
 inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment) {
   const auto applies = [&](PermuteStrategy s) { return Applies(s, plan, alignment); };
   if (plan.rank <= 1) return PermuteStrategy::kCopy;
@@ -324,17 +405,21 @@ inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment
   const int64_t warp_sectors = GatheredSectors(plan, warp_units);  // in bytes
   const double gathered =
       static_cast<double>(bytes) / kWarpBytes * static_cast<double>(warp_sectors);
-  const bool near = GatheredRun(plan, warp_units) >= 64 ||
-                    (GatheredRun(plan, 8 * warp_units) >= 192 && warp_sectors <= 4 * kWarpBytes);
+  const int64_t warp_run = GatheredRun(plan, warp_units);
+  const bool narrow = plan.unit_bytes <= 2;
+  const bool short_parts = narrow && in_row >= 256 && warp_run < 128 && warp_run != 64;
+  const bool near = !short_parts && (warp_run >= 64 || (plan.unit_bytes > 1 &&
+                                                        GatheredRun(plan, 8 * warp_units) >= 192 &&
+                                                        warp_sectors <= 4 * kWarpBytes));
   const bool whole_in = whole(plan.fastest_in()), whole_out = whole(plan.fastest_out());
-  // How full the tiles of kTile must be.
-  const double least = bytes <= 2 << 20                           ? 0.2
-                       : bytes <= 8 << 20 || plan.unit_bytes == 1 ? 0.4
-                                                                  : 0.65;
-  if (applies(PermuteStrategy::kTile) && bytes >= 256 << 10 && Filled(plan, alignment) > least &&
-      gathered >= 512 << 10 && (!near || (whole_in && whole_out))) {
-    return PermuteStrategy::kTile;
+  bool tile = applies(PermuteStrategy::kTile) && bytes >= 256 << 10 && gathered >= 512 << 10;
+  bool joins = false;
+  if (tile) {
+    const TileRuns runs = ChooseTileRuns(plan, alignment);
+    tile = Fill(plan, runs, alignment).filled() > LeastFill(plan, runs, alignment);
+    joins = runs.in.dims > 1 || runs.out.dims > 1;
   }
+  if (tile && !joins && (!near || (whole_in && whole_out))) return PermuteStrategy::kTile;
   const bool interleave = applies(PermuteStrategy::kInterleave);
   const bool deinterleave = applies(PermuteStrategy::kDeinterleave);
   if (gathered >= 512 << 10) {
@@ -347,8 +432,17 @@ inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment
   if (gathered <= (SharesSectors(plan) ? 8 << 20 : 4 << 20)) return PermuteStrategy::kGather;
   if (plan.keeps_last() && out_row >= kShortestRow) return PermuteStrategy::kGather;
   if (interleave && in_row >= kWarpBytes) return PermuteStrategy::kInterleave;
-  if (deinterleave && out_row >= 1 << 10) return PermuteStrategy::kDeinterleave;
-  return near ? PermuteStrategy::kGather : PermuteStrategy::kRuns;
+  if (deinterleave && out_row >= 1 << 10) {
+    const int64_t few = plan.dims[plan.fastest_in()].size;
+    const bool is_long = out_row >= 2 << 10;
+    if (narrow && few == 3 && !is_long) return PermuteStrategy::kGather;
+    if (narrow && is_long && (few == 4 || few * plan.unit_bytes == 6)) {
+      return PermuteStrategy::kRuns;
+    }
+    return PermuteStrategy::kDeinterleave;
+  }
+  if (near) return PermuteStrategy::kGather;
+  return tile ? PermuteStrategy::kTile : PermuteStrategy::kRuns;
 }
 
 // The number of units per thread: as many as make a pack, or fewer if 64k threads would not have
@@ -366,6 +460,11 @@ inline int ChooseGathered(const PermutePlan& plan, int64_t alignment) {
 inline void SetStrategy(PermutePlan* plan, PermuteStrategy strategy, int64_t alignment) {
   plan->strategy = strategy;
   if (strategy == PermuteStrategy::kRuns) ChooseTile(plan);
+  if (strategy == PermuteStrategy::kTile) {
+    const TileRuns runs = ChooseTileRuns(*plan, alignment);
+    plan->in_run = runs.in.dims;
+    plan->out_run = runs.out.dims;
+  }
   if (strategy <= PermuteStrategy::kGather) plan->gathered = ChooseGathered(*plan, alignment);
 }
 

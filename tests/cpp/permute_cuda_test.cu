@@ -12,7 +12,7 @@
 
 using namespace jof;
 
-constexpr int64_t kMostBytes = int64_t{1} << 22;
+constexpr int64_t kMostBytes = int64_t{1} << 26, kMostRandomBytes = int64_t{1} << 22;
 constexpr int kMostRank = 12;
 constexpr int kStrategies = 7;
 
@@ -171,6 +171,13 @@ int main(int argc, char**) {
     }
   }
 
+  // Large arrays of unaligned rows, which have tiles of their own.
+  for (const int64_t offset : {0, 2, 14}) {
+    run({{4103, 4111}, {1, 0}, 2, offset, 14 - offset});
+    run({{5, 821, 4112}, {2, 1, 0}, 2, offset, offset});
+    run({{4112, 3, 1371}, {2, 1, 0}, 2, 0, offset});
+  }
+
   // Random problems, with sizes around those of packs and tiles.
   constexpr int64_t kSizes[] = {1,  1,  2,  3,  4,  5,  7,   8,   12,  15,  16,  17,  31, 32,
                                 33, 48, 63, 64, 65, 96, 127, 128, 129, 256, 257, 500, 512};
@@ -178,7 +185,7 @@ int main(int argc, char**) {
     Problem p;
     const size_t rank = 1 + random() % kMostRank;
     p.bytes = 1 << random() % 5;
-    int64_t left = (brief ? kMostBytes / 32 : kMostBytes) / p.bytes;
+    int64_t left = (brief ? kMostRandomBytes / 32 : kMostRandomBytes) / p.bytes;
     for (size_t i = 0; i < rank; ++i) {
       int64_t size = kSizes[random() % (sizeof(kSizes) / sizeof(*kSizes))];
       if (size > left) size = 1;

@@ -58,6 +58,18 @@ void CheckTile(const PermutePlan& plan) {
   JOF_CHECK(bytes + 48 <= 48 << 10, "a tile of %ld bytes", long(bytes));
 }
 
+// No dimension is in both runs.
+void CheckTileRuns(const PermutePlan& plan) {
+  bool in_a_run[kMaxPermuteRank] = {};
+  for (int k = 0; k < plan.in_run; ++k) in_a_run[plan.fastest_in(k)] = true;
+  for (int k = 0; k < plan.out_run; ++k) {
+    JOF_CHECK(!in_a_run[plan.fastest_out(k)], "dimension %d twice", plan.fastest_out(k));
+  }
+  JOF_CHECK(plan.out_run > 0 && plan.in_run <= kMostJoined && plan.out_run <= kMostJoined &&
+                plan.rank - plan.in_run - plan.out_run + 2 <= kMostTiled,
+            "runs of %d and %d of %d dimensions", plan.in_run, plan.out_run, plan.rank);
+}
+
 void CheckPlan(const PermuteProblem& p) {
   const PermutePlan plan = Plan(p);
   const int64_t size = Product(p.shape);
@@ -66,7 +78,8 @@ void CheckPlan(const PermuteProblem& p) {
   JOF_CHECK(p.alignment % plan.unit_bytes == 0, "units of %d bytes, alignment %ld", plan.unit_bytes,
             long(p.alignment));
   JOF_CHECK((plan.rank <= 1) == (plan.strategy == PermuteStrategy::kCopy), "rank %d", plan.rank);
-  JOF_CHECK((plan.in_run > 0) == (plan.strategy == PermuteStrategy::kRuns), "run %d", plan.in_run);
+  JOF_CHECK((plan.in_run > 0) == (plan.strategy >= PermuteStrategy::kTile), "run %d", plan.in_run);
+  if (plan.strategy == PermuteStrategy::kTile) CheckTileRuns(plan);
   JOF_CHECK((plan.gathered > 0) == (plan.strategy <= PermuteStrategy::kGather), "%d units",
             plan.gathered);
   JOF_CHECK(p.alignment % std::max(1, plan.gathered * plan.unit_bytes) == 0, "%d units",
@@ -111,6 +124,13 @@ void CheckStrategy(const PermutePlan& plan, PermuteStrategy want, int rank, int 
             plan.unit_bytes);
 }
 
+// Checks that kTile joins so many dimensions of the input and of the output.
+void CheckRuns(const PermutePlan& plan, int in, int out) {
+  JOF_CHECK(plan.strategy == PermuteStrategy::kTile && plan.in_run == in && plan.out_run == out,
+            "strategy %d, runs of %d and %d dimensions", static_cast<int>(plan.strategy),
+            plan.in_run, plan.out_run);
+}
+
 int main() {
   // Permutations that move nothing: an identity, dimensions of size 1, a scalar, an empty array.
   CheckStrategy(PlanOf({6, 1, 35}, {1, 0, 2}, 4), PermuteStrategy::kCopy, 1, 8);
@@ -139,11 +159,13 @@ int main() {
   CheckStrategy(PlanOf({8, 3, 224, 224}, {0, 2, 3, 1}, 2), PermuteStrategy::kInterleave, 3, 2);
   CheckStrategy(PlanOf({32768, 644, 4}, {0, 2, 1}, 2), PermuteStrategy::kDeinterleave, 3, 2);
   CheckStrategy(PlanOf({8, 224, 224, 64}, {0, 3, 1, 2}, 1), PermuteStrategy::kTile, 3, 1);
-  // Short rows on both sides.
-  CheckStrategy(PlanOf({1000, 50, 7, 9}, {3, 1, 2, 0}, 1), PermuteStrategy::kRuns, 3, 1);
+  // Short dimensions on both sides are joined with their neighbours, unless both would take one.
+  CheckRuns(PlanOf({1000, 50, 7, 9}, {3, 1, 2, 0}, 1), 2, 1);
+  CheckRuns(PlanOf({19, 169, 8, 2, 7, 512}, {3, 5, 0, 1, 4, 2}, 1), 1, 3);
+  CheckRuns(PlanOf({1795, 13, 3, 64, 3}, {4, 3, 0, 1, 2}, 2), 2, 1);
+  CheckStrategy(PlanOf({20, 100000, 30}, {2, 1, 0}, 1), PermuteStrategy::kRuns, 3, 1);
   // Tiles that would be half empty.
   CheckStrategy(PlanOf({4, 3, 32768, 30}, {1, 0, 3, 2}, 4), PermuteStrategy::kRuns, 4, 4);
-  CheckStrategy(PlanOf({37, 1024, 128}, {2, 1, 0}, 2), PermuteStrategy::kRuns, 3, 2);
   // Tiles that rows of this length fill.
   CheckStrategy(PlanOf({97, 1 << 20}, {1, 0}, 1), PermuteStrategy::kTile, 2, 1);
   CheckStrategy(PlanOf({45, 1000003}, {1, 0}, 4), PermuteStrategy::kTile, 2, 4);
@@ -154,14 +176,18 @@ int main() {
   // Pixels are deinterleaved into long rows, but gathered into short rows of partial packs.
   CheckStrategy(PlanOf({64, 3000, 4}, {0, 2, 1}, 2), PermuteStrategy::kDeinterleave, 3, 2);
   CheckStrategy(PlanOf({300000, 33, 4}, {0, 2, 1}, 2), PermuteStrategy::kGather, 3, 2);
+  CheckStrategy(PlanOf({3000, 3001, 4}, {0, 2, 1}, 2), PermuteStrategy::kRuns, 3, 2);
+  CheckStrategy(PlanOf({3000, 3001, 3}, {0, 2, 1}, 1), PermuteStrategy::kDeinterleave, 3, 1);
+  CheckStrategy(PlanOf({3000, 1201, 3}, {0, 2, 1}, 1), PermuteStrategy::kGather, 3, 1);
   // Rows are interleaved only if a warp has whole packs of each; others are gathered.
   CheckStrategy(PlanOf({20000, 3, 255}, {0, 2, 1}, 2), PermuteStrategy::kGather, 3, 2);
   CheckStrategy(PlanOf({20000, 3, 257}, {0, 2, 1}, 2), PermuteStrategy::kInterleave, 3, 2);
-  // A warp covers all of a short dimension, and enough of the input's fastest dimension.
-  CheckStrategy(PlanOf({6, 1 << 20}, {1, 0}, 2), PermuteStrategy::kGather, 2, 2);
+  // A warp covers all of a short dimension. It has enough of each of 8 long rows, but not of 6.
+  CheckStrategy(PlanOf({8, 1 << 20}, {1, 0}, 2), PermuteStrategy::kGather, 2, 2);
+  CheckStrategy(PlanOf({6, 1 << 20}, {1, 0}, 2), PermuteStrategy::kRuns, 2, 2);
   // If the threads of a warp share the sectors that they read, each thread takes half a pack.
   JOF_CHECK(PlanOf({4096, 333, 4}, {0, 2, 1}, 2).gathered == 4, "pixels of four units");
-  JOF_CHECK(PlanOf({6, 1 << 20}, {1, 0}, 2).gathered == 8, "six rows");
+  JOF_CHECK(PlanOf({8, 1 << 20}, {1, 0}, 2).gathered == 8, "eight rows");
   // Plans with 2^31 units or more use 64-bit indices.
   const int64_t half = int64_t{1} << 15;
   JOF_CHECK(PlanOf({half - 1, 2 * half}, {1, 0}, 1).index_bytes == 4, "below 2^31");
@@ -188,6 +214,9 @@ int main() {
       if (runs.rank <= 1) continue;
       internal::SetStrategy(&runs, PermuteStrategy::kRuns, p.alignment);
       CheckTile(runs);
+      if (!internal::Applies(PermuteStrategy::kTile, runs, p.alignment)) continue;
+      internal::SetStrategy(&runs, PermuteStrategy::kTile, p.alignment);
+      CheckTileRuns(runs);
     }
   }
 }
