@@ -119,7 +119,7 @@ __device__ __forceinline__ void TransposeColumns(
 
 // Tiles split unaligned rows at sector boundaries, so that blocks store whole packs except at the
 // ends of rows.
-inline constexpr int kSectorBytes = internal::kPermuteSector;
+inline constexpr int kSectorBytes = kPermuteSector;
 
 // How many packs of an output row neighbouring threads take before the next threads move on to the
 // next row. Eight have no bank conflicts.
@@ -545,7 +545,7 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
       case OutRows::kApart:
         return LaunchTile<kBytes, kShiftIn, OutRows::kApart>(plan, x, y, stream);
       case OutRows::kLong:
-        if constexpr (kBytes == 2) {
+        if constexpr (kBytes == 2 || kBytes == 4) {
           return LaunchTile<kBytes, kShiftIn, OutRows::kLong>(plan, x, y, stream);
         }
         break;
