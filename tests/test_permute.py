@@ -122,10 +122,11 @@ def test_large_arrays_of_every_strategy():
     """Enough work to be split among threads, or to need more than one wave of thread blocks."""
     rng = rng_for("large")
     assert_permuted([(any_bits(rng, shape, dtype), axes) for shape, axes, dtype in LARGE])
-    strategies = {
-        plan_of(shape, axes, jnp.dtype(dtype).itemsize)["strategy"] for shape, axes, dtype in LARGE
-    }
+    plans = [plan_of(shape, axes, jnp.dtype(dtype).itemsize) for shape, axes, dtype in LARGE]
+    strategies = {plan["strategy"] for plan in plans}
     assert strategies == {"gather", "rows", "interleave", "deinterleave", "tile", "runs"}
+    runs = {(p["in_run"] > 1, p["out_run"] > 1) for p in plans if p["strategy"] == "tile"}
+    assert len(runs) == 4  # with several dimensions on either side, on both, on neither
 
 
 def test_every_dtype_moves_bit_for_bit():

@@ -36,9 +36,10 @@
 // On an H200 TileKernel reaches 0.86 to 0.99 of a copy's speed for every element size if rows are
 // whole packs. Other row lengths take more instructions, which then bound the speed: 0.82 to 0.97
 // for 2 to 8 bytes, 0.62 to 0.77 for 1 byte, and less if a dimension is slightly too long for its
-// part of a tile (65 elements: 0.56 to 0.76). Runs of several dimensions take two divisions for
-// each row, and up to 1.1 times as long. For unaligned rows of 2 and 4 bytes, tiles that cover 224
-// bytes of an output row instead of 96 take 0.92 and 0.83 of the time from 32 and from 8 MB on.
+// part of a tile (65 elements: 0.56 to 0.76). If a run has several dimensions, each row takes two
+// divisions, and the kernel takes up to 1.1 times as long. For unaligned rows, tiles that cover 224
+// bytes of an output row instead of 96 take 0.92 of the time for 2-byte elements (from 32 MB on)
+// and 0.83 for 4-byte elements (from 8 MB on).
 // RunsKernel reaches 0.45 to 0.9 over 16 MB, and as little as 0.3 for single bytes. (512, 32, 256,
 // 2, 8) by (0, 3, 1, 4, 2) of f16 takes 70 us (XLA: 81), and took 154 us with rows as long as the
 // output's runs. With asynchronous copies, elements of 8 and 16 bytes take up to a tenth longer
@@ -57,8 +58,8 @@
 JOF_NAMESPACE_BEGIN
 namespace {
 
-// Where a tile begins: its byte offsets in the input and the output, and its index along the
-// fastest dimension of each (RunsKernel: along the slowest dimension of each run).
+// Where a tile begins: its byte offsets in the input and the output, and its index along each run,
+// in tiles (RunsKernel: along the slowest dimension of each run).
 template <typename Offset>
 struct TilePlace {
   Offset in = 0, out = 0;
@@ -141,7 +142,8 @@ struct TileGeometry {
   size_t bytes;                 // of the array
 };
 
-// Where row `row` lies. Most runs have one dimension, also where the other run has more.
+// Where row `row` lies. A run of one dimension needs no division, even if the other run has
+// several.
 template <typename Rows, typename Index>
 __device__ __forceinline__ int64_t RowOf(const Rows& rows, Index row) {
   return rows.rank == 1 ? static_cast<int64_t>(row) * rows.dims[0].step : rows.At(row);
@@ -481,21 +483,20 @@ template <int kBytes, bool kShiftIn, OutRows kOut, int kRun>
 cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
   constexpr TileShape kShape = TileShapeOf(kBytes, kShiftIn, kOut);
   TileGeometry<kRun> g{};
-  int64_t in_units = 1, out_units = 1;
+  const TileRuns runs = RunsOf(plan);
+  bool fits = kRun == 1 || plan.index_bytes == 4;
   bool in_in_run[kMaxPermuteRank] = {};
   for (int k = 0; k < plan.in_run; ++k) {
     const PermuteDim& dim = plan.dims[plan.fastest_in(k)];
     in_in_run[plan.fastest_in(k)] = true;
-    in_units *= dim.size;
-    g.out_rows.Add(dim.size, dim.out_stride * kBytes);
+    fits &= g.out_rows.Add(dim.size, dim.out_stride * kBytes);
   }
   for (int k = 0; k < plan.out_run; ++k) {
     const PermuteDim& dim = plan.dims[plan.fastest_out(k)];
-    out_units *= dim.size;
-    g.in_rows.Add(dim.size, dim.in_stride * kBytes);
+    fits &= g.in_rows.Add(dim.size, dim.in_stride * kBytes);
   }
-  g.in_bytes = in_units * kBytes;
-  g.out_bytes = out_units * kBytes;
+  g.in_bytes = runs.in.units * kBytes;
+  g.out_bytes = runs.out.units * kBytes;
   g.bytes = static_cast<size_t>(plan.units) * kBytes;
   // Splits a run into parts of nearly equal size.
   const auto extent = [](int64_t bytes, int64_t most, int64_t unit) {
@@ -507,7 +508,6 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
                                : extent(g.out_bytes, kShape.out,
                                         kOut == OutRows::kPacks ? kPackBytes : kBytes);
   int64_t blocks = 1;
-  bool fits = true;
   const auto add = [&](int64_t count, const TilePlace<int64_t>& step) {
     if (count == 1) return;
     fits &= g.grid.Add(count, step);
@@ -548,7 +548,7 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
         if constexpr (kBytes == 2 || kBytes == 4) {
           return LaunchTile<kBytes, kShiftIn, OutRows::kLong>(plan, x, y, stream);
         }
-        break;
+        return cudaErrorInvalidValue;
       default:
         break;
     }

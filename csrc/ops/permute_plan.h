@@ -23,8 +23,8 @@ JOF_NAMESPACE_BEGIN
 // elements than fit in any memory.
 inline constexpr int kMaxPermuteRank = 40;
 
-// The most dimensions that blocks of kTile enumerate, and that one of its runs has: they compute
-// offsets in unrolled loops.
+// The most dimensions that the blocks of kTile enumerate, and the most that one run of kTile has.
+// Both are walked in unrolled loops.
 inline constexpr int kMostTiled = 4, kMostJoined = 3;
 
 enum class PermuteStrategy {
@@ -34,7 +34,8 @@ enum class PermuteStrategy {
   kInterleave,    // a short dimension (2, 3 or 4) becomes the output's fastest; registers hold all
                   // of it, and both sides move in 16-byte packs
   kDeinterleave,  // the same if the short dimension is the input's fastest
-  kTile,          // tiles over the fastest dimensions of the input and others of the output
+  kTile,          // tiles over the fastest dimensions of the input and over those of the output,
+                  // which are different ones
   kRuns,          // tiles over any dimensions
 };
 
@@ -54,7 +55,8 @@ struct PermutePlan {
   int gathered = 0;                  // kCopy, kGather: units that a thread moves together
   // kTile, kRuns: a tile is contiguous in the input along the input's in_run fastest dimensions,
   // and in the output along the output's out_run fastest ones. It covers one element of every other
-  // dimension. kTile: no dimension is in both runs, and a tile covers any part of a run.
+  // dimension. kTile: no dimension is in both runs, and a tile covers a contiguous part of each
+  // run, which may begin and end inside a dimension.
   int in_run = 0, out_run = 0;
   // kRuns: how much of each dimension a tile covers: all of the dimensions in a run, except for the
   // slowest of each run.
@@ -138,15 +140,17 @@ inline TileRuns RunsOf(const PermutePlan& plan) {
 // packs.
 inline OutRows OutRowsOf(const PermutePlan& plan, const TileRuns& runs, bool aligned) {
   const int64_t row = runs.out.units * plan.unit_bytes;
-  if (plan.unit_bytes == kPermutePack || (aligned && row % kPermutePack == 0))
+  if (plan.unit_bytes == kPermutePack || (aligned && row % kPermutePack == 0)) {
     return OutRows::kPacks;
+  }
   if (runs.in.dims == 1 && plan.dims[plan.fastest_in()].out_stride == runs.out.units) {
     for (const OutRows rows : {OutRows::kShort, OutRows::kJoined}) {
       if (row <= TileShapeOf(plan.unit_bytes, false, rows).out) return rows;
     }
   }
-  // Longer parts waste less room, unless the last one is short. They need 32 MB of 2-byte elements
-  // or 8 MB of 4-byte elements: below 8 MB they take 1.2 times as long for 2 bytes.
+  // Longer parts waste less room, unless the last part is short. They are used from 32 MB on for
+  // 2-byte elements, which gain little from 8 MB on and take 1.2 times as long below, and from 8 MB
+  // on for 4-byte elements.
   const auto room = [&](OutRows rows) {
     const int64_t side = TileShapeOf(plan.unit_bytes, false, rows).out;
     return (row + side - kPermuteSector - 1) / (side - kPermuteSector) * side;
@@ -305,17 +309,32 @@ inline TileFill Fill(const PermutePlan& plan, const TileRuns& runs, int64_t alig
           static_cast<double>(covered) / static_cast<double>(shape.out)};
 }
 
+// Whether the kernel of kTile can take these runs.
+inline bool Tiles(const PermutePlan& plan, const TileRuns& runs) {
+  return plan.rank - runs.in.dims - runs.out.dims + 2 <= kMostTiled &&
+         runs.in.units * plan.unit_bytes >= kShortestRow &&
+         runs.out.units * plan.unit_bytes >= kShortestRow;
+}
+
 // Begins with the fastest dimension of each side. While tiles would not be full along a run, the
-// next dimension joins it, unless the other run has that one.
+// next dimension joins it, unless the other run has that one. Returns the runs with the fullest
+// tiles, since a longer run may be less suited to tiles: its rows may be apart. Runs have several
+// dimensions only with 32-bit indices, because the kernel divides the numbers of their rows.
 inline TileRuns ChooseTileRuns(const PermutePlan& plan, int64_t alignment) {
   constexpr double kFull = 0.93;
   TileRuns runs{{1, plan.dims[plan.fastest_in()].size}, {1, plan.dims[plan.fastest_out()].size}};
+  TileRuns best = runs;
+  double most = 0;
   const auto may_grow = [&](const TileRuns::Run& run) {
     return run.dims < kMostJoined && runs.in.dims + runs.out.dims < plan.rank &&
            plan.index_bytes == 4;
   };
   for (;;) {
     const TileFill fill = Fill(plan, runs, alignment);
+    if (Tiles(plan, runs) && fill.filled() > most) {
+      most = fill.filled();
+      best = runs;
+    }
     bool in = fill.in.filled() < kFull && may_grow(runs.in) &&
               plan.fastest_in(runs.in.dims) < plan.rank - runs.out.dims;
     bool out = fill.out.filled() < kFull && may_grow(runs.out);
@@ -325,7 +344,7 @@ inline TileRuns ChooseTileRuns(const PermutePlan& plan, int64_t alignment) {
     if (in && out) (fill.in.filled() < fill.out.filled() ? out : in) = false;
     if (in) runs.in.units *= plan.dims[plan.fastest_in(runs.in.dims++)].size;
     if (out) runs.out.units *= plan.dims[plan.fastest_out(runs.out.dims++)].size;
-    if (!in && !out) return runs;
+    if (!in && !out) return best;
   }
 }
 
@@ -349,13 +368,8 @@ inline bool Applies(PermuteStrategy strategy, const PermutePlan& plan, int64_t a
     case PermuteStrategy::kDeinterleave:
       return alignment % kPermutePack == 0 && !plan.keeps_last() && in.size <= 4 &&
              out.in_stride == in.size && long_out;
-    case PermuteStrategy::kTile: {
-      if (plan.keeps_last()) return false;
-      const auto [in_run, out_run] = ChooseTileRuns(plan, alignment);
-      return plan.rank - in_run.dims - out_run.dims + 2 <= kMostTiled &&
-             in_run.units * plan.unit_bytes >= kShortestRow &&
-             out_run.units * plan.unit_bytes >= kShortestRow;
-    }
+    case PermuteStrategy::kTile:
+      return !plan.keeps_last() && Tiles(plan, ChooseTileRuns(plan, alignment));
     default:
       return true;
   }
@@ -379,21 +393,25 @@ inline double LeastFill(const PermutePlan& plan, const TileRuns& runs, int64_t a
 // is faster than kRuns up to 4 MB of sectors, or 8 MB if neighbours share sectors. These 4 MB are
 // an array of 4 MB if a warp uses all that it reads, and one of 256 KB if it uses 2 bytes of each
 // sector. From 512 KB of sectors on, kTile is faster in arrays of at least 256 KB, and so are
-// kInterleave and kDeinterleave if packs are whole.
+// kInterleave and kDeinterleave if packs are whole. Tiles with joined dimensions are used only in
+// place of kRuns: where kGather is used up to 4 or 8 MB, they take 0.95 to 1.2 of its time.
 //
 // In larger arrays kGather is fastest if the L1 cache keeps sectors until they are used up. It
 // reaches 0.85 to 0.95 of a copy's speed if a warp's part of the input is contiguous for 64 bytes
 // or a block's part for 192, and half of that at a quarter of these lengths. A block's part does
 // not help if the sectors that a warp reads have many more bytes than it uses: 4 times as many were
-// fast, but with 7 times as many the speed was half of a copy's. It does not help single bytes
-// either: kRuns takes 0.6 to 0.9 of the time. It also does so if a warp reads short parts of long
-// rows of 1- or 2-byte elements, as of 5 to 28 rows of any length, but 1.0 for 8 rows.
+// fast, but with 7 times as many the speed was half of a copy's. For single
+// bytes a block's part does not help: kRuns takes 0.6 to 0.9 of kGather's time. kRuns takes as
+// little if elements have 1 or 2 bytes and a warp reads less than 128 bytes of each of several long
+// rows, as of 5 to 28 rows. Parts of exactly 64 bytes (8 rows) are whole sectors: both take the
+// same time.
 //
 // kDeinterleave is slow for short rows that are not whole packs: kGather takes 0.54 of its time for
-// 66 bytes and 0.8 for 1000, but 1.7 for 1288. It is slow for 3 or 4 elements of 2 bytes, or 4 of 1
-// byte, in longer rows that are not whole packs: kRuns takes 0.6 to 0.9 of the time. kInterleave is
-// slow if rows are shorter than what a warp reads of one row, because every warp then joins two
-// rows.
+// 66 bytes and 0.8 for 1000, but 1.7 for four elements of 2 bytes in rows of 1288 bytes. Three
+// elements of 1 or 2 bytes are gathered into rows of less than 2 KB (0.77 and 0.93 of the time).
+// kDeinterleave is also slow for 3 or 4 elements of 2 bytes, or 4 of 1 byte, in longer rows that
+// are not whole packs: kRuns takes 0.6 to 0.9 of the time. kInterleave is slow if rows are shorter
+// than what a warp reads of one row, because every warp then joins two rows.
 //
 // kRuns takes 1.1 to 1.2 times as long as kTile with full tiles of whole packs, and 1.2 to 2.7
 // times if rows are not whole packs and elements have 1 or 2 bytes, which kTile transposes in

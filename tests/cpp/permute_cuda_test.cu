@@ -156,6 +156,10 @@ int main(int argc, char**) {
       {{3, 5, 256, 2, 8}, {0, 3, 1, 4, 2}},
       {{5, 3, 7, 32, 4, 4}, {4, 2, 0, 5, 3, 1}},
       {{70, 9, 3, 64}, {3, 1, 0, 2}},
+      // Tiles over runs of several dimensions.
+      {{29, 13, 3, 64, 3}, {4, 3, 0, 1, 2}},
+      {{19, 13, 8, 2, 7, 64}, {3, 5, 0, 1, 4, 2}},
+      {{5, 29, 8, 4, 14, 13}, {0, 5, 4, 3, 2, 1}},
       {{60, 4, 33, 32}, {2, 3, 1, 0}},
       // Rows and columns of a tile that would map to one shared-memory bank.
       {{2, 10, 64, 64}, {2, 0, 3, 1}},
@@ -172,10 +176,16 @@ int main(int argc, char**) {
   }
 
   // Large arrays of unaligned rows, which have tiles of their own.
-  for (const int64_t offset : {0, 2, 14}) {
-    run({{4103, 4111}, {1, 0}, 2, offset, 14 - offset});
+  for (const int64_t offset : {0, 4, 8}) {
+    if (brief && offset > 0) break;
+    run({{4103, 4111}, {1, 0}, 2, offset, 12 - offset});
+    run({{4103, 4112}, {1, 0}, 2, 0, offset});
     run({{5, 821, 4112}, {2, 1, 0}, 2, offset, offset});
     run({{4112, 3, 1371}, {2, 1, 0}, 2, 0, offset});
+    run({{1503, 1505}, {1, 0}, 4, offset, 12 - offset});
+    run({{1443, 3, 1509}, {2, 1, 0}, 4, offset, 0});
+    run({{5, 301, 1504}, {2, 1, 0}, 4, 0, offset});
+    run({{1503, 300, 5}, {2, 1, 0}, 4, offset, offset});
   }
 
   // Random problems, with sizes around those of packs and tiles.

@@ -65,9 +65,15 @@ void CheckTileRuns(const PermutePlan& plan) {
   for (int k = 0; k < plan.out_run; ++k) {
     JOF_CHECK(!in_a_run[plan.fastest_out(k)], "dimension %d twice", plan.fastest_out(k));
   }
-  JOF_CHECK(plan.out_run > 0 && plan.in_run <= kMostJoined && plan.out_run <= kMostJoined &&
+  const TileRuns runs = RunsOf(plan);
+  JOF_CHECK(plan.in_run > 0 && plan.out_run > 0 && plan.in_run <= kMostJoined &&
+                plan.out_run <= kMostJoined &&
                 plan.rank - plan.in_run - plan.out_run + 2 <= kMostTiled,
             "runs of %d and %d of %d dimensions", plan.in_run, plan.out_run, plan.rank);
+  JOF_CHECK(runs.in.units * plan.unit_bytes >= 64 && runs.out.units * plan.unit_bytes >= 64,
+            "runs of %ld and %ld units", long(runs.in.units), long(runs.out.units));
+  JOF_CHECK(plan.index_bytes == 4 || plan.in_run + plan.out_run == 2, "%d and %d dimensions",
+            plan.in_run, plan.out_run);
 }
 
 void CheckPlan(const PermuteProblem& p) {
@@ -131,6 +137,12 @@ void CheckRuns(const PermutePlan& plan, int in, int out) {
             plan.in_run, plan.out_run);
 }
 
+void CheckRows(const PermutePlan& plan, OutRows want) {
+  JOF_CHECK(plan.strategy == PermuteStrategy::kTile && OutRowsOf(plan, RunsOf(plan), true) == want,
+            "strategy %d, rows %d", static_cast<int>(plan.strategy),
+            static_cast<int>(OutRowsOf(plan, RunsOf(plan), true)));
+}
+
 int main() {
   // Permutations that move nothing: an identity, dimensions of size 1, a scalar, an empty array.
   CheckStrategy(PlanOf({6, 1, 35}, {1, 0, 2}, 4), PermuteStrategy::kCopy, 1, 8);
@@ -163,7 +175,16 @@ int main() {
   CheckRuns(PlanOf({1000, 50, 7, 9}, {3, 1, 2, 0}, 1), 2, 1);
   CheckRuns(PlanOf({19, 169, 8, 2, 7, 512}, {3, 5, 0, 1, 4, 2}, 1), 1, 3);
   CheckRuns(PlanOf({1795, 13, 3, 64, 3}, {4, 3, 0, 1, 2}, 2), 2, 1);
+  CheckRuns(PlanOf({30, 5, 7, 40, 3, 50}, {5, 4, 3, 2, 0, 1}, 2), 3, 2);
   CheckStrategy(PlanOf({20, 100000, 30}, {2, 1, 0}, 1), PermuteStrategy::kRuns, 3, 1);
+  // A longer run whose rows are apart would have emptier tiles.
+  CheckRuns(PlanOf({45, 120, 5, 200}, {2, 1, 3, 0}, 8), 1, 1);
+  // Large arrays of unaligned rows have long parts, unless the last part of a row would be short.
+  CheckRows(PlanOf({4101, 4103}, {1, 0}, 2), OutRows::kLong);
+  CheckRows(PlanOf({4081, 4103}, {1, 0}, 2), OutRows::kApart);
+  CheckRows(PlanOf({1501, 1503}, {1, 0}, 4), OutRows::kLong);
+  CheckRows(PlanOf({33, 65, 129, 127}, {2, 0, 3, 1}, 4), OutRows::kJoined);
+  CheckRows(PlanOf({113, 30001}, {1, 0}, 4), OutRows::kApart);
   // Tiles that would be half empty.
   CheckStrategy(PlanOf({4, 3, 32768, 30}, {1, 0, 3, 2}, 4), PermuteStrategy::kRuns, 4, 4);
   // Tiles that rows of this length fill.
@@ -173,7 +194,8 @@ int main() {
   CheckStrategy(PlanOf({512, 1 << 10}, {1, 0}, 1), PermuteStrategy::kTile, 2, 1);
   CheckStrategy(PlanOf({70804, 7}, {1, 0}, 1), PermuteStrategy::kGather, 2, 1);
   CheckStrategy(PlanOf({16, 23, 1024}, {2, 1, 0}, 4), PermuteStrategy::kTile, 3, 4);
-  // Pixels are deinterleaved into long rows, but gathered into short rows of partial packs.
+  // Pixels are deinterleaved into long rows. Rows of partial packs are gathered if they are short;
+  // if they are long, pixels of four elements take kRuns.
   CheckStrategy(PlanOf({64, 3000, 4}, {0, 2, 1}, 2), PermuteStrategy::kDeinterleave, 3, 2);
   CheckStrategy(PlanOf({300000, 33, 4}, {0, 2, 1}, 2), PermuteStrategy::kGather, 3, 2);
   CheckStrategy(PlanOf({3000, 3001, 4}, {0, 2, 1}, 2), PermuteStrategy::kRuns, 3, 2);
@@ -182,7 +204,8 @@ int main() {
   // Rows are interleaved only if a warp has whole packs of each; others are gathered.
   CheckStrategy(PlanOf({20000, 3, 255}, {0, 2, 1}, 2), PermuteStrategy::kGather, 3, 2);
   CheckStrategy(PlanOf({20000, 3, 257}, {0, 2, 1}, 2), PermuteStrategy::kInterleave, 3, 2);
-  // A warp covers all of a short dimension. It has enough of each of 8 long rows, but not of 6.
+  // A warp reads 64 bytes, two whole sectors, of each of 8 long rows. Of 6 rows it reads 84 bytes
+  // each, parts of sectors, and kRuns is faster.
   CheckStrategy(PlanOf({8, 1 << 20}, {1, 0}, 2), PermuteStrategy::kGather, 2, 2);
   CheckStrategy(PlanOf({6, 1 << 20}, {1, 0}, 2), PermuteStrategy::kRuns, 2, 2);
   // If the threads of a warp share the sectors that they read, each thread takes half a pack.
