@@ -318,10 +318,11 @@ inline bool Tiles(const PermutePlan& plan, const TileRuns& runs) {
 
 // Begins with the fastest dimension of each side. While tiles would not be full along a run, the
 // next dimension joins it, unless the other run has that one. Returns the runs with the fullest
-// tiles, since a longer run may be less suited to tiles: its rows may be apart. Runs have several
-// dimensions only with 32-bit indices, because the kernel divides the numbers of their rows.
+// tiles: a longer run may have rows of whole packs, but may also be less suited to tiles. Runs have
+// several dimensions only with 32-bit indices, because the kernel divides the numbers of their
+// rows.
 inline TileRuns ChooseTileRuns(const PermutePlan& plan, int64_t alignment) {
-  constexpr double kFull = 0.93;
+  constexpr double kFull = 0.93, kWorth = 1.05;
   TileRuns runs{{1, plan.dims[plan.fastest_in()].size}, {1, plan.dims[plan.fastest_out()].size}};
   TileRuns best = runs;
   double most = 0;
@@ -331,13 +332,13 @@ inline TileRuns ChooseTileRuns(const PermutePlan& plan, int64_t alignment) {
   };
   for (;;) {
     const TileFill fill = Fill(plan, runs, alignment);
-    if (Tiles(plan, runs) && fill.filled() > most) {
+    if (Tiles(plan, runs) && fill.filled() > kWorth * most) {
       most = fill.filled();
       best = runs;
     }
     bool in = fill.in.filled() < kFull && may_grow(runs.in) &&
               plan.fastest_in(runs.in.dims) < plan.rank - runs.out.dims;
-    bool out = fill.out.filled() < kFull && may_grow(runs.out);
+    bool out = fill.room * fill.out.filled() < kFull && may_grow(runs.out);
     for (int k = 0; out && k < runs.in.dims; ++k) {
       out = plan.fastest_in(k) != plan.fastest_out(runs.out.dims);
     }
@@ -382,7 +383,8 @@ inline double LeastFill(const PermutePlan& plan, const TileRuns& runs, int64_t a
   if (bytes <= 2 << 20) return 0.2;
   if (plan.unit_bytes == 1) return bytes <= 8 << 20 ? 0.4 : 0.48;
   if (plan.unit_bytes == 2) return bytes <= 8 << 20 ? 0.4 : packs ? 0.65 : 0.55;
-  return packs ? 0.49 : plan.unit_bytes == 4 ? 0.66 : 0.72;
+  if (packs) return plan.unit_bytes == 8 ? 0.55 : 0.49;
+  return plan.unit_bytes == 4 ? 0.66 : 0.72;
 }
 
 // Measured on an H200, over 300 permutations with each strategy that applies, then over 150 of the
