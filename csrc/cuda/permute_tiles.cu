@@ -40,6 +40,7 @@
 // divisions, and the kernel takes up to 1.1 times as long. For unaligned rows, tiles that cover 224
 // bytes of an output row instead of 96 take 0.92 of the time for 2-byte elements (from 32 MB on)
 // and 0.83 for 4-byte elements (from 8 MB on).
+//
 // RunsKernel reaches 0.45 to 0.9 over 16 MB, and as little as 0.3 for single bytes. (512, 32, 256,
 // 2, 8) by (0, 3, 1, 4, 2) of f16 takes 70 us (XLA: 81), and took 154 us with rows as long as the
 // output's runs. With asynchronous copies, elements of 8 and 16 bytes take up to a tenth longer

@@ -175,8 +175,11 @@ int main() {
   CheckRuns(PlanOf({1000, 50, 7, 9}, {3, 1, 2, 0}, 1), 2, 1);
   CheckRuns(PlanOf({19, 169, 8, 2, 7, 512}, {3, 5, 0, 1, 4, 2}, 1), 1, 3);
   CheckRuns(PlanOf({1795, 13, 3, 64, 3}, {4, 3, 0, 1, 2}, 2), 2, 1);
+  CheckRuns(PlanOf({37, 1024, 128}, {2, 1, 0}, 2), 1, 2);
   CheckRuns(PlanOf({30, 5, 7, 40, 3, 50}, {5, 4, 3, 2, 0, 1}, 2), 3, 2);
   CheckStrategy(PlanOf({20, 100000, 30}, {2, 1, 0}, 1), PermuteStrategy::kRuns, 3, 1);
+  // So that rows of the output are whole packs, a third dimension of 4 joins 249 x 8.
+  CheckRuns(PlanOf({5, 249, 8, 4, 154, 13}, {0, 5, 4, 3, 2, 1}, 1), 2, 3);
   // A longer run whose rows are apart would have emptier tiles.
   CheckRuns(PlanOf({45, 120, 5, 200}, {2, 1, 3, 0}, 8), 1, 1);
   // Large arrays of unaligned rows have long parts, unless the last part of a row would be short.
