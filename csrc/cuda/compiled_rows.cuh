@@ -67,8 +67,8 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const TracedRowsLayout& 
     words += layout.pack * (layout.vectors + layout.sums) + 4 * layout.arrays;
     most = 180;
   }
-  const WholeRowsTraits traits{
-      layout.arrays, layout.vectors, layout.sums, layout.pack, false, most / words, 8};
+  const WholeRowsTraits traits{layout.arrays, layout.vectors, layout.sums, layout.pack,
+                               false,         most / words,   8,           true};
   return WholeRowsTeamOf(traits, has_edges, n, kManyRows, 0);
 }
 
@@ -321,15 +321,15 @@ struct TracedRows<Definition, TracedRowsKernel::kWhole> {
   using Plan = WholeRowsPlan;
   using Program = TracedRowsProgram<Definition>;
   static constexpr WholeRowsShape kShape = Program::kWhole.shape;
-  static constexpr bool kHasEdges = !Program::kIsEven;
+  static constexpr int kEdges =
+      Program::kIsEven ? 0 : EdgesOf(Program::kPack, Program::kWhole.lanes);
   static constexpr int kThreads = kWholeRowsThreads;
   static constexpr int kBlocks =
-      WholeRowsBlocks<Program, Program::kPack, kShape.held, kShape.rows, kHasEdges>();
+      WholeRowsBlocks<Program, Program::kPack, kShape.held, kShape.rows, kEdges>();
 
   __device__ __forceinline__ static void Run(const TracedRowsCall& call, const Plan& plan) {
     const Program program(call);
-    WholeRowsBody<Program, Program::kPack, kShape.held, kShape.rows, kHasEdges>(program, plan)
-        .Run();
+    WholeRowsBody<Program, Program::kPack, kShape.held, kShape.rows, kEdges>(program, plan).Run();
   }
 };
 

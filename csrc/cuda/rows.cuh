@@ -75,6 +75,7 @@ struct RowVector {
 //     template <int r> C Identity() const;
 //     template <int r> C Combine(C a, C b) const;  // combines one value of two parts
 //     template <int r> C Neutral(const Row&, int input) const;  // an input that adds nothing
+//     JOF_HOST_DEVICE static constexpr bool KeepsNeutral();     // the same in all reductions
 //     // Whether the first reduction is the maximum: 16-bit elements are then taken in pairs.
 //     JOF_HOST_DEVICE static constexpr bool HasMaximum();
 //     // Accumulate may replace x by a value that Map uses. If so, Replace does only that. If
@@ -113,6 +114,7 @@ struct RowsProgram {
   static constexpr int kElements = 128 / kInputs / static_cast<int>(sizeof(Compute<T>));
   static constexpr int kThreads = 512, kBlocks = 1;
   JOF_HOST_DEVICE static constexpr bool HasMaximum() { return false; }
+  JOF_HOST_DEVICE static constexpr bool KeepsNeutral() { return false; }
   // Whether WholeRowsKernel needs more than 64 registers.
   JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return false; }
   static constexpr bool kNames = false;

@@ -213,9 +213,10 @@ bool PlanWholeRows(const Program& program, const RowsProblem& problem, const Row
       if (!kHasEdges && !IsAligned(vector.data, vector.is_f32 ? kPackBytes : kBytes)) return false;
     }
   }
-  const WholeRowsTraits traits{
-      Program::kInputs,  Program::kVectors, Program::kColumnSums, V, V < Program::kPack, 8,
-      Program::kMostRows};
+  const WholeRowsTraits traits{Program::kInputs,     Program::kVectors,
+                               Program::kColumnSums, V,
+                               V < Program::kPack,   8,
+                               Program::kMostRows,   false};
   const WholeRowsTeam team = WholeRowsTeamOf(traits, kHasEdges, n, rows, few);
   *shape = team.shape;
   *plan = {rows, 0, static_cast<int>(n), team.lanes, true};
@@ -243,10 +244,10 @@ inline cudaError_t CountWholeRowsBlocks(const void* kernel, int rows, bool has_s
   return cudaSuccess;
 }
 
-template <int V, int kHeld, int kRows, bool kHasEdges, typename Program>
+template <int V, int kHeld, int kRows, int kEdges, typename Program>
 cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t* blocks,
                             cudaStream_t stream) {
-  const auto kernel = WholeRowsKernel<Program, V, kHeld, kRows, kHasEdges>;
+  const auto kernel = WholeRowsKernel<Program, V, kHeld, kRows, kEdges>;
   const cudaError_t status = CountWholeRowsBlocks(reinterpret_cast<const void*>(kernel), kRows,
                                                   Program::kColumnSums > 0, &plan, blocks);
   if (status != cudaSuccess) return status;
@@ -258,12 +259,15 @@ template <int V, bool kHasEdges, typename Program>
 cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
                             const WholeRowsPlan& plan, int64_t* blocks, cudaStream_t stream) {
   cudaError_t status = cudaErrorInvalidValue;
-  const auto launch = [&](auto held, auto rows) {
+  const auto launch = [&](auto held, auto rows, auto lanes) {
     constexpr int kHeld = decltype(held)::value, kRows = decltype(rows)::value;
-    if (shape.held != kHeld || shape.rows != kRows) return;
-    status = LaunchWholeRows<V, kHeld, kRows, kHasEdges>(program, plan, blocks, stream);
+    constexpr int kLanes = decltype(lanes)::value;
+    if (shape.held != kHeld || shape.rows != kRows || shape.lanes != kLanes) return;
+    constexpr int kEdges = kHasEdges ? EdgesOf(V, kLanes) : 0;
+    status = LaunchWholeRows<V, kHeld, kRows, kEdges>(program, plan, blocks, stream);
   };
   using std::integral_constant;
+  const integral_constant<int, 0> none;
   const integral_constant<int, 1> one;
   const integral_constant<int, 2> two;
   const integral_constant<int, 3> three;
@@ -271,34 +275,47 @@ cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
   const integral_constant<int, 5> five;
   const integral_constant<int, 6> six;
   const integral_constant<int, 8> eight;
-  if constexpr (V < Program::kPack) {
-    if constexpr (Program::kColumnSums > 0) {
-      launch(four, one);
-    } else if constexpr (Program::kInputs > 1) {
-      launch(four, one);
-      launch(five, one);
-      launch(three, two);
+  const integral_constant<int, 16> sixteen;
+  if constexpr (kHasEdges && kIsNarrow<typename Program::Element>) {
+    launch(three, one, sixteen);
+    launch(four, one, sixteen);
+    launch(three, one, four);
+    if constexpr (kHasRoom<Program>) {
+      launch(four, one, eight);
     } else {
-      launch(four, two);
-      launch(three, two);
-      launch(six, one);
-      launch(eight, one);
+      launch(three, one, eight);
+    }
+  } else if constexpr (kHasEdges) {
+    launch(four, one, eight);
+    launch(six, one, eight);
+    launch(eight, one, eight);
+    if constexpr (kHasRoom<Program>) launch(eight, one, four);
+  } else if constexpr (V < Program::kPack) {
+    if constexpr (Program::kColumnSums > 0) {
+      launch(four, one, none);
+    } else if constexpr (Program::kInputs > 1) {
+      launch(four, one, none);
+      launch(five, one, none);
+      launch(three, two, none);
+    } else {
+      launch(four, two, none);
+      launch(three, two, none);
+      launch(six, one, none);
+      launch(eight, one, none);
     }
   } else if constexpr (Program::kColumnSums > 0) {
-    launch(two, one);
-    launch(three, one);
+    launch(two, one, none);
+    launch(three, one, none);
   } else {
-    launch(four, one);
+    launch(four, one, none);
     if constexpr (kIsNarrow<typename Program::Element>) {
-      launch(three, one);
+      launch(three, one, none);
     } else {
-      launch(eight, one);
-      if constexpr (kHasEdges || kHasRoom<Program>) launch(six, one);
+      launch(eight, one, none);
+      if constexpr (kHasRoom<Program>) launch(six, one, none);
     }
-    if constexpr (!kHasEdges) {
-      launch(two, two);
-      if constexpr (Program::kMostRows >= 4) launch(one, four);
-    }
+    launch(two, two, none);
+    if constexpr (Program::kMostRows >= 4) launch(one, four, none);
   }
   return status;
 }

@@ -12,6 +12,7 @@ struct ExpSumReductions : RowsProgram<T, 1> {
   using C = Compute<T>;
   JOF_HOST_DEVICE static constexpr bool HasMaximum() { return true; }
   static constexpr bool kReplaces = kKeepsTerms;
+  JOF_HOST_DEVICE static constexpr bool KeepsNeutral() { return true; }
   static constexpr int kReductions = 2;
 
   template <int r>

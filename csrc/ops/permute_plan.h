@@ -12,8 +12,6 @@
 //      size of the array. CPUs have separate strategies.
 #pragma once
 
-#include <initializer_list>
-
 #include "common/integers.h"
 #include "common/macros.h"
 
@@ -144,9 +142,8 @@ inline OutRows OutRowsOf(const PermutePlan& plan, const TileRuns& runs, bool ali
     return OutRows::kPacks;
   }
   if (runs.in.dims == 1 && plan.dims[plan.fastest_in()].out_stride == runs.out.units) {
-    for (const OutRows rows : {OutRows::kShort, OutRows::kJoined}) {
-      if (row <= TileShapeOf(plan.unit_bytes, false, rows).out) return rows;
-    }
+    if (row <= TileShapeOf(plan.unit_bytes, false, OutRows::kShort).out) return OutRows::kShort;
+    if (row <= TileShapeOf(plan.unit_bytes, false, OutRows::kJoined).out) return OutRows::kJoined;
   }
   // Longer parts waste less room, unless the last part is short. They are used from 32 MB on for
   // 2-byte elements, which gain little from 8 MB on and take 1.2 times as long below, and from 8 MB
