@@ -612,6 +612,7 @@ class WholeRowsBody {
       // The same branch in all threads.
       if (kShares && (k + 1) * step_ <= Width()) continue;
       if (Has(k)) continue;
+      if constexpr (!kHasEdges) asm volatile("");  // a branch, as in Reduce
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
         JOF_UNROLL
