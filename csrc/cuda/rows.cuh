@@ -19,9 +19,9 @@
 //
 // Most programs with aligned arrays run on faster kernels: rows_whole.cuh, rows_tiles.cuh for rows
 // of a few elements, rows_wide.cuh for long rows. This one is for float64, misaligned arrays, long
-// rows on GPUs without clusters, norms of 16-bit rows of odd lengths up to 3,072 and their
-// gradients, and gradients of norms of f32 rows up to 4,608. For traced programs, KernelOf in
-// compiled_rows.cuh chooses the kernel.
+// rows on GPUs without clusters, norms of 16-bit rows of odd lengths from 513 to 3,071 unless rows
+// are few, the gradients of norms of such rows up to 3,071, and those of f32 rows up to 4,608. For
+// traced programs, KernelOf in compiled_rows.cuh chooses the kernel.
 //
 // Measured on an H200, in percent of the speed of a copy, bf16 and f32:
 //                   65536 x 512   131072 x 1024   16384 x 4096   4096 x 32000
@@ -75,7 +75,8 @@ struct RowVector {
 //     template <int r> C Identity() const;
 //     template <int r> C Combine(C a, C b) const;  // combines one value of two parts
 //     template <int r> C Neutral(const Row&, int input) const;  // an input that adds nothing
-//     JOF_HOST_DEVICE static constexpr bool KeepsNeutral();     // the same in all reductions
+//     // Whether Neutral is the same in all reductions, and only the last one replaces x.
+//     JOF_HOST_DEVICE static constexpr bool KeepsNeutral();
 //     // Whether the first reduction is the maximum: 16-bit elements are then taken in pairs.
 //     JOF_HOST_DEVICE static constexpr bool HasMaximum();
 //     // Accumulate may replace x by a value that Map uses. If so, Replace does only that. If
@@ -115,7 +116,7 @@ struct RowsProgram {
   static constexpr int kThreads = 512, kBlocks = 1;
   JOF_HOST_DEVICE static constexpr bool HasMaximum() { return false; }
   JOF_HOST_DEVICE static constexpr bool KeepsNeutral() { return false; }
-  // Whether WholeRowsKernel needs more than 64 registers.
+  // Whether WholeRowsKernel needs more than 64 registers for one input and rows without edges.
   JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return false; }
   static constexpr bool kNames = false;
   // The most rows that a thread may work on at a time.

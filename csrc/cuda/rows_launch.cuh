@@ -259,11 +259,11 @@ template <int V, bool kHasEdges, typename Program>
 cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
                             const WholeRowsPlan& plan, int64_t* blocks, cudaStream_t stream) {
   cudaError_t status = cudaErrorInvalidValue;
-  const auto launch = [&](auto held, auto rows, auto lanes) {
+  const auto launch = [&](auto held, auto rows, auto least_lanes) {
     constexpr int kHeld = decltype(held)::value, kRows = decltype(rows)::value;
-    constexpr int kLanes = decltype(lanes)::value;
-    if (shape.held != kHeld || shape.rows != kRows || shape.lanes != kLanes) return;
-    constexpr int kEdges = kHasEdges ? EdgesOf(V, kLanes) : 0;
+    constexpr int kLeast = decltype(least_lanes)::value;
+    if (shape.held != kHeld || shape.rows != kRows || shape.least_lanes != kLeast) return;
+    constexpr int kEdges = kHasEdges ? EdgesOf(V, kLeast) : 0;
     status = LaunchWholeRows<V, kHeld, kRows, kEdges>(program, plan, blocks, stream);
   };
   using std::integral_constant;

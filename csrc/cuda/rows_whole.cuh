@@ -8,21 +8,23 @@
 // thread has as many loads in flight as with a long row. In a program with sums over rows, teams
 // take rows round-robin, load the next row ahead and keep row vectors in registers.
 //
-// 16-bit rows whose length is a multiple of four, but not of eight, consist of packs of 8 bytes.
-// Other rows have edges: they begin and end within packs of their arrays. Threads hold the whole
-// packs of such a row, and the elements before and after these are spread over the lanes, one or a
-// few for each. So nothing is computed for elements of other rows. Row vectors are loaded element
-// by element. Before, threads held the packs around a row, and masked what was outside it. Softmax
-// and its gradient, without the forward pass, before and now, in us, for 160 MB; a copy takes 78:
-//   columns   bf16                     f32
-//   77        158 113   168 154        94  98   128 114
-//   257       120  83   130 121       101  83   114 115
-//   577       110  96   125 116        94  93   114 113
-//   1025      122  80   131 114       101  82   114 114
+// 16-bit rows whose length is a multiple of four, but not of eight, consist of packs of 8 bytes
+// (except in traced programs). Other rows whose length is not a multiple of a pack have edges: they
+// begin or end within a pack. Threads hold the packs that lie wholly in such a row. The elements
+// before and after these packs are spread over the lanes, one or a few for each. So nothing is
+// computed for elements of other rows. Row vectors are loaded element by element. Earlier, threads
+// held the packs around a row, and masked what was outside it. Softmax of 160 MB, and the kernel of
+// its gradient for two arrays of this size, earlier and now, in us (a copy takes 78):
+//             bf16                     f32
+//   columns   softmax   its gradient   softmax   its gradient
+//   77        158 113   168 154        94  98    128 114
+//   257       120  83   130 121       101  83    114 115
+//   577       110  96   125 116        94  93    114 113
+//   1025      122  80   131 114       101  82    114 114
 //
 // Traced programs know the length of rows, and therefore which packs need no check. They have no
-// Neutral: the terms of elements outside the row are left out. Their arrays may have several types,
-// and need not be aligned.
+// Neutral: the terms of packs and elements that a thread does not have are left out. Their arrays
+// may have several types, and need not be aligned.
 //
 // Rows of a thread share the row vectors that it loads, and packs that all lanes have are not
 // masked: layer norm of bf16 400000 x 100 takes 53 us instead of 64, rms norm 52 instead of 58 (a
@@ -63,29 +65,32 @@ struct WholeRowsTraits {
   bool is_traced;
 };
 
-// The most elements of a lane that are before or after the whole packs of a row. There may be
-// pack - 1 of each.
+// How many of the elements before and after the whole packs of a row a lane may have. A row has up
+// to pack - 1 before and as many after.
 JOF_HOST_DEVICE constexpr int EdgesOf(int pack, int lanes) {
   return (2 * (pack - 1) + lanes - 1) / lanes;
 }
 
-// An instance of WholeRowsKernel: how many packs of each row a thread holds, how many rows, and, in
-// a built-in program, the fewest lanes of a team for rows with edges (else 0).
+// An instance of WholeRowsKernel: how many packs of each row a thread holds, and how many rows. For
+// rows with edges, built-in programs have instances for teams of at least `least_lanes`: with more
+// lanes, a thread has fewer elements outside the packs. Traced programs are compiled for their
+// lanes: at least 4, so that these elements take few registers, except for very short rows.
 struct WholeRowsShape {
-  int held, rows, lanes;
+  int held = 0, rows = 0, least_lanes = 0;
 
-  JOF_HOST_DEVICE constexpr WholeRowsShape(int held = 0, int rows = 0, int lanes = 0)
-      : held(held), rows(rows), lanes(lanes) {}
-  JOF_HOST_DEVICE constexpr int LeastLanes(bool is_traced) const {
-    return is_traced || lanes == 0 ? 1 : lanes;
+  JOF_HOST_DEVICE constexpr int LeastLanes(const WholeRowsTraits& traits, bool has_edges,
+                                           int64_t n) const {
+    if (!has_edges) return 1;
+    if (!traits.is_traced) return least_lanes;
+    return n <= 2 * traits.pack && traits.inputs <= 2 ? 1 : 4;
   }
 };
 struct WholeRowsShapes {
   WholeRowsShape of[4];  // unused if it has 0 rows
 };
 
-// The candidate instances for rows of this many packs, in order of preference. Those for more than
-// two inputs are used by traced programs only.
+// The candidate instances for rows of this many packs, in order of preference. The list for more
+// than two inputs without sums is for traced programs only.
 //
 // Measured on an H200 over 28 row sizes: four packs in flight per thread are enough, of several
 // rows if these are short (softmax of f32 10000000 x 4: 87 us with four rows, 119 with one; a copy
@@ -117,7 +122,7 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTrait
   return {{{8, 1}, {4, 1}, {6, 1}}};
 }
 
-// The instance whose threads have the fewest unused packs, and the lanes of its teams.
+// The cheapest instance, and the lanes of its teams.
 struct WholeRowsTeam {
   WholeRowsShape shape;
   int lanes;  // 0: no instance handles these rows
@@ -138,7 +143,7 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const WholeRowsTraits& t
   for (const WholeRowsShape& one : shapes.of) {
     const int together = one.held * one.rows;
     if (together == 0 || together > traits.most || one.rows > traits.most_rows) continue;
-    int needed = one.LeastLanes(traits.is_traced);
+    int needed = one.LeastLanes(traits, has_edges, n);
     while (needed < kWholeRowsThreads && one.held * needed < packs) needed *= 2;
     if (one.held * needed < packs || (one.rows > 1 && rows * needed < one.rows * few)) continue;
     // With edges, threads skip packs that nobody has. What a thread does once per row takes as long
@@ -153,9 +158,10 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const WholeRowsTraits& t
   if (team.lanes == 0) return team;
   // If there are few rows, they have more lanes, with fewer packs each.
   while (team.lanes < kWarp && team.lanes < packs && rows * team.lanes < few) team.lanes *= 2;
+  // Of the instances that are large enough, take the one with the fewest packs.
   for (const WholeRowsShape& one : shapes.of) {
     if (one.rows == 1 && one.held < team.shape.held && one.held * team.lanes >= packs &&
-        team.lanes >= one.LeastLanes(traits.is_traced)) {
+        team.lanes >= one.LeastLanes(traits, has_edges, n)) {
       team.shape = one;
     }
   }
@@ -232,6 +238,7 @@ class WholeRowsBody {
   static constexpr bool kShares =
       !Program::kIsTraced && !kHasEdges && kInputs == 1 && kVectors > 0 && kColumnSums == 0;
   static_assert(kRows == 1 || (!kHasEdges && kColumnSums == 0));
+  static_assert(!kHasEdges || kColumnSums == 0);  // SetEdges is for one row
   static_assert(kIsWide || !kHasEdges);
 
   __device__ __forceinline__ WholeRowsBody(const Program& program, const WholeRowsPlan& plan)
@@ -330,11 +337,6 @@ class WholeRowsBody {
     return (lane_ & -internal::kWarpSize) + e * Lanes() < 2 * (V - 1);
   }
 
-  // Whether the pack can be loaded and stored at once in all arrays and row vectors.
-  __device__ __forceinline__ bool IsPacked(int k) const {
-    return !kHasEdges && (!Program::kIsTraced || plan_.is_packed) && Has(k);
-  }
-
   // The k-th pack of this thread. An unsigned offset takes fewer instructions to add, but makes
   // programs of two inputs slower (the gradient of softmax by 5 %).
   template <typename Array>
@@ -370,13 +372,16 @@ class WholeRowsBody {
   __device__ __forceinline__ void Fetch(int64_t row, int i) {
     if (row >= plan_.rows) return;
     if constexpr (kEdgesFirst) FetchEdges(row);
+    bool is_packed = true;
     if constexpr (Program::kIsTraced) {
-      if (!plan_.is_packed) {
-        FetchElements(row, i);
-        if constexpr (!kEdgesFirst) FetchEdges(row);
-        return;
-      }
+      is_packed = plan_.is_packed;
+      if (!is_packed) FetchElements(row, i);
     }
+    if (is_packed) FetchPacks(row, i);
+    if constexpr (!kEdgesFirst) FetchEdges(row);
+  }
+
+  __device__ __forceinline__ void FetchPacks(int64_t row, int i) {
     internal::ForEachIndex<kInputs>([&](auto index) {
       constexpr int a = decltype(index)::value;
       using Array = decltype(ElementOfPointer(InputOf<a>(program_)));
@@ -393,7 +398,6 @@ class WholeRowsBody {
         }
       }
     });
-    if constexpr (!kEdgesFirst) FetchEdges(row);
   }
 
   __device__ __forceinline__ void FetchEdges(int64_t row) {
@@ -410,7 +414,7 @@ class WholeRowsBody {
     });
   }
 
-  // The same element by element, for unaligned arrays. Loops keep the code short, so that it
+  // Loads packs element by element, for unaligned arrays. Loops keep the code short, so that it
   // compiles fast.
   __device__ __forceinline__ void FetchElements(int64_t row, int i) {
     internal::ForEachIndex<kInputs>([&](auto index) {
@@ -490,7 +494,8 @@ class WholeRowsBody {
         C columns[V];
         if constexpr (Program::kIsTraced) {
           const internal::PackPlace<V> pack{PackAt(k), Width()};
-          if (!NobodyHas(k)) program_.LoadVector(i, pack, IsPacked(k), columns);
+          const bool is_packed = !kHasEdges && plan_.is_packed && Has(k);
+          if (!NobodyHas(k)) program_.LoadVector(i, pack, is_packed, columns);
         } else {
           const RowVector& vector = program_.vectors[i];
           JOF_UNROLL
@@ -605,11 +610,12 @@ class WholeRowsBody {
   // Sets elements that this thread does not have to values that do not affect the reduction.
   template <int r>
   __device__ __forceinline__ void Mask(int i, const Row& facts) {
+    // All threads have all packs, wherever the row begins.
     const bool has_all = kHasEdges && kHeld * step_ + V - 1 <= Width();
     JOF_UNROLL
     for (int k = 0; k < kHeld; ++k) {
       if (has_all || NobodyHas(k)) break;
-      // The same branch in all threads.
+      // All threads take the same branch.
       if (kShares && (k + 1) * step_ <= Width()) continue;
       if (Has(k)) continue;
       if constexpr (!kHasEdges) asm volatile("");  // a branch, as in Reduce
@@ -681,8 +687,8 @@ class WholeRowsBody {
         C all[kRows * kCount];
       };
       if constexpr (!Program::kIsTraced) {
-        const bool is_first = r == 0 || !Program::KeepsNeutral();
-        if (is_first && (kHasEdges || kHeld * step_ > plan_.n)) {
+        constexpr bool kMasks = r == 0 || !Program::KeepsNeutral();
+        if (kMasks && (kHasEdges || kHeld * step_ > plan_.n)) {
           asm volatile("");  // a branch, not a select for each element
           JOF_UNROLL
           for (int i = 0; i < kRows; ++i) Mask<r>(i, facts[i]);
@@ -727,8 +733,8 @@ class WholeRowsBody {
   bool are_plain_ = false;  // the first row vector is f32, the others are f32 or absent
   Whole ahead_[kRows][kHeld][kInputs];
   typename Program::Values x_[kRows][kHeld][V];
-  int edge_at_[kEdges + 1];  // columns, or -1
-  typename Program::Values edges_[kEdges + 1][1];
+  int edge_at_[kEdges + 1];  // columns of the elements outside whole packs; -1: none
+  typename Program::Values edges_[kEdges + 1][1];  // their values, each as a pack of one
   C vectors_[kColumnSums > 0 ? kHeld : 1][V][kVectors + 1];
   C column_sums_[kHeld][kColumnSums + 1][V] = {};
 };

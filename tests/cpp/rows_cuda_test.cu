@@ -656,8 +656,9 @@ int main(int argc, char** argv) {
           RowsProblem{120, 40000, 1}, RowsProblem{2, 84429, 1}, RowsProblem{300, 50257, 1},
           RowsProblem{kKinds, 128256, 1}, RowsProblem{1, 2000003, 1},
           // Odd lengths, with enough rows for each number of lanes and packs of a thread.
-          RowsProblem{17000, 66, 1}, RowsProblem{8500, 131, 1}, RowsProblem{4300, 333, 1},
-          RowsProblem{2200, 577, 1}, RowsProblem{300, 6001, 1}}) {
+          RowsProblem{17000, 66, 1}, RowsProblem{8500, 131, 1}, RowsProblem{8500, 257, 1},
+          RowsProblem{4300, 333, 1}, RowsProblem{4300, 515, 1}, RowsProblem{2200, 577, 1},
+          RowsProblem{300, 6001, 1}}) {
       const auto test = [&](auto tag) {
         using T = typename decltype(tag)::type;
         TestSoftmax<T>(p, false, 0, 0);
