@@ -192,9 +192,11 @@ bool AreAligned(const Program& program, int64_t bytes = kPackBytes) {
   return aligned;
 }
 
-// Whether registers hold only the elements of one array.
-template <typename Program>
-inline constexpr bool kHasRoom = Program::kVectors == 0 && Program::kInputs == 1;
+template <int V, typename Program>
+inline constexpr WholeRowsTraits kWholeRowsTraits = {Program::kInputs,     Program::kVectors,
+                                                     Program::kColumnSums, V,
+                                                     V < Program::kPack,   8,
+                                                     Program::kMostRows,   false};
 
 // Plans WholeRowsKernel. False if it does not handle these rows.
 template <int V, bool kHasEdges, typename Program>
@@ -213,11 +215,7 @@ bool PlanWholeRows(const Program& program, const RowsProblem& problem, const Row
       if (!kHasEdges && !IsAligned(vector.data, vector.is_f32 ? kPackBytes : kBytes)) return false;
     }
   }
-  const WholeRowsTraits traits{Program::kInputs,     Program::kVectors,
-                               Program::kColumnSums, V,
-                               V < Program::kPack,   8,
-                               Program::kMostRows,   false};
-  const WholeRowsTeam team = WholeRowsTeamOf(traits, kHasEdges, n, rows, few);
+  const WholeRowsTeam team = WholeRowsTeamOf(kWholeRowsTraits<V, Program>, kHasEdges, n, rows, few);
   *shape = team.shape;
   *plan = {rows, 0, static_cast<int>(n), team.lanes, true};
   return team.lanes > 0;
@@ -254,69 +252,30 @@ cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t*
   return LaunchBlocks<kWholeRowsThreads>(kernel, *blocks, 0, stream, program, plan);
 }
 
-// Launches the kernel instance for a shape.
+// Launches the kernel instance for a shape, which is in one of the lists of WholeRowsShapesOf.
 template <int V, bool kHasEdges, typename Program>
 cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
                             const WholeRowsPlan& plan, int64_t* blocks, cudaStream_t stream) {
   cudaError_t status = cudaErrorInvalidValue;
-  const auto launch = [&](auto held, auto rows, auto least_lanes) {
-    constexpr int kHeld = decltype(held)::value, kRows = decltype(rows)::value;
-    constexpr int kLeast = decltype(least_lanes)::value;
-    if (shape.held != kHeld || shape.rows != kRows || shape.least_lanes != kLeast) return;
-    constexpr int kEdges = kHasEdges ? EdgesOf(V, kLeast) : 0;
-    status = LaunchWholeRows<V, kHeld, kRows, kEdges>(program, plan, blocks, stream);
+  bool is_launched = false;
+  const auto launch = [&](auto list, auto index) {
+    constexpr WholeRowsShape kShape = WholeRowsShapesOf(kWholeRowsTraits<V, Program>, kHasEdges,
+                                                        kPacksOfShapes[decltype(list)::value])
+                                          .of[decltype(index)::value];
+    if constexpr (kShape.Fits(kWholeRowsTraits<V, Program>)) {
+      if (is_launched || !(shape == kShape)) return;
+      constexpr int kEdges = kHasEdges ? EdgesOf(V, kShape.least_lanes) : 0;
+      status = LaunchWholeRows<V, kShape.held, kShape.rows, kEdges>(program, plan, blocks, stream);
+      is_launched = true;
+    }
   };
-  using std::integral_constant;
-  const integral_constant<int, 0> none;
-  const integral_constant<int, 1> one;
-  const integral_constant<int, 2> two;
-  const integral_constant<int, 3> three;
-  const integral_constant<int, 4> four;
-  const integral_constant<int, 5> five;
-  const integral_constant<int, 6> six;
-  const integral_constant<int, 8> eight;
-  const integral_constant<int, 16> sixteen;
-  if constexpr (kHasEdges && kIsNarrow<typename Program::Element>) {
-    launch(three, one, sixteen);
-    launch(four, one, sixteen);
-    launch(three, one, four);
-    if constexpr (kHasRoom<Program>) {
-      launch(four, one, eight);
-    } else {
-      launch(three, one, eight);
-    }
-  } else if constexpr (kHasEdges) {
-    launch(four, one, eight);
-    launch(six, one, eight);
-    launch(eight, one, eight);
-    if constexpr (kHasRoom<Program>) launch(eight, one, four);
-  } else if constexpr (V < Program::kPack) {
-    if constexpr (Program::kColumnSums > 0) {
-      launch(four, one, none);
-    } else if constexpr (Program::kInputs > 1) {
-      launch(four, one, none);
-      launch(five, one, none);
-      launch(three, two, none);
-    } else {
-      launch(four, two, none);
-      launch(three, two, none);
-      launch(six, one, none);
-      launch(eight, one, none);
-    }
-  } else if constexpr (Program::kColumnSums > 0) {
-    launch(two, one, none);
-    launch(three, one, none);
-  } else {
-    launch(four, one, none);
-    if constexpr (kIsNarrow<typename Program::Element>) {
-      launch(three, one, none);
-    } else {
-      launch(eight, one, none);
-      if constexpr (kHasRoom<Program>) launch(six, one, none);
-    }
-    launch(two, two, none);
-    if constexpr (Program::kMostRows >= 4) launch(one, four, none);
-  }
+  const auto for_each = [](const auto& visit) {
+    visit(std::integral_constant<int, 0>());
+    visit(std::integral_constant<int, 1>());
+    visit(std::integral_constant<int, 2>());
+    visit(std::integral_constant<int, 3>());
+  };
+  for_each([&](auto list) { for_each([&](auto index) { launch(list, index); }); });
   return status;
 }
 

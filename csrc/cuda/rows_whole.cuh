@@ -76,13 +76,22 @@ JOF_HOST_DEVICE constexpr int EdgesOf(int pack, int lanes) {
 // lanes, a thread has fewer elements outside the packs. Traced programs are compiled for their
 // lanes: at least 4, so that these elements take few registers, except for very short rows.
 struct WholeRowsShape {
-  int held = 0, rows = 0, least_lanes = 0;
+  int held, rows, least_lanes;
 
+  JOF_HOST_DEVICE constexpr WholeRowsShape(int held = 0, int rows = 0, int least_lanes = 0)
+      : held(held), rows(rows), least_lanes(least_lanes) {}
   JOF_HOST_DEVICE constexpr int LeastLanes(const WholeRowsTraits& traits, bool has_edges,
                                            int64_t n) const {
     if (!has_edges) return 1;
     if (!traits.is_traced) return least_lanes;
     return n <= 2 * traits.pack && traits.inputs <= 2 ? 1 : 4;
+  }
+  // Whether it is a shape, and not too large for a program.
+  JOF_HOST_DEVICE constexpr bool Fits(const WholeRowsTraits& traits) const {
+    return rows > 0 && held * rows <= traits.most && rows <= traits.most_rows;
+  }
+  JOF_HOST_DEVICE constexpr bool operator==(const WholeRowsShape& other) const {
+    return held == other.held && rows == other.rows && least_lanes == other.least_lanes;
   }
 };
 struct WholeRowsShapes {
@@ -122,6 +131,9 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTrait
   return {{{8, 1}, {4, 1}, {6, 1}}};
 }
 
+// Numbers of packs that get all the lists.
+inline constexpr int kPacksOfShapes[] = {2, 8, 32, 33};
+
 // The cheapest instance, and the lanes of its teams.
 struct WholeRowsTeam {
   WholeRowsShape shape;
@@ -141,8 +153,7 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const WholeRowsTraits& t
   WholeRowsTeam team{};
   int64_t least_cost = 0;
   for (const WholeRowsShape& one : shapes.of) {
-    const int together = one.held * one.rows;
-    if (together == 0 || together > traits.most || one.rows > traits.most_rows) continue;
+    if (!one.Fits(traits)) continue;
     int needed = one.LeastLanes(traits, has_edges, n);
     while (needed < kWholeRowsThreads && one.held * needed < packs) needed *= 2;
     if (one.held * needed < packs || (one.rows > 1 && rows * needed < one.rows * few)) continue;
