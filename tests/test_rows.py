@@ -817,6 +817,40 @@ def test_a_loss_and_its_gradient_are_one_call(name):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), found, expected)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_one_call_computes_what_two_do(dtype):
+    """Also for rows with infinities and NaN, and for labels that are negative or out of range."""
+    for n in (96, 97, 2049, 8192, 8193):
+        x = hard_rows(dtype, 2, n).reshape(-1, n)
+        x[0, ::2] = x[1] = -np.inf
+        x[2, n // 2] = np.inf
+        x[3, 1] = np.nan
+        labels = np.arange(len(x), dtype=np.int32) * (n // len(x))
+        labels[4:7] = -1, n, -n - 1
+
+        def losses_and_gradient(x, labels):
+            def loss(x):
+                losses = jof.softmax_cross_entropy_with_integer_labels(
+                    x, labels, implementation="native"
+                )
+                return losses.sum(), losses
+
+            (_, losses), dx = jax.value_and_grad(loss, has_aux=True)(x)
+            return losses, dx
+
+        assert calls_in(losses_and_gradient, x, labels) == ["cross_entropy_with_vjp"]
+        found = jax.jit(losses_and_gradient)(x, labels)
+        with jax.disable_jit():
+            expected = losses_and_gradient(x, labels)
+        assert [
+            int(np.isnan(np.float64(y)).any(-1).sum()) for y in (found[0][:, None], found[1])
+        ] == [4, 3]
+        for actual, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(
+                np.float64(actual), np.float64(wanted), rtol=4 * eps(dtype), atol=4 * eps(dtype)
+            )
+
+
 def test_cotangents_that_depend_on_the_loss_come_after_it():
     f = jax.value_and_grad(lambda *args: jnp.exp(mean_of_losses(*args)), 1)
     assert calls_in(f, H, W, LABELS) == ["cross_entropy", "cross_entropy_vjp"]

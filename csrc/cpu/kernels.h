@@ -72,6 +72,7 @@ struct CpuPermute {
   X(SoftmaxVjpRows, (const SoftmaxVjpCall& call, int64_t begin, int64_t end))                      \
   X(LogSumExpRows, (const LogSumExpCall& call, int64_t begin, int64_t end))                        \
   X(LogSumExpVjpRows, (const LogSumExpVjpCall& call, int64_t begin, int64_t end))                  \
+  X(LogSumExpWithVjpRows, (const LogSumExpWithVjpCall& call, int64_t begin, int64_t end))          \
   X(NormRows, (const NormCall& call, int64_t begin, int64_t end))                                  \
   X(NormVjpRows, (const NormVjpCall& call, int64_t begin, int64_t end))                            \
   X(NormVjpParts, (const NormVjpCall& call, int64_t begin, int64_t end))                           \

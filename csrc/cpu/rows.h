@@ -533,6 +533,40 @@ void LogSumExpVjpRowsOf(const LogSumExpVjpCall& call, int64_t begin, int64_t end
   }
 }
 
+// Exponentials of a row that fits one block are not recomputed: cross entropy of 4096 x 1000 with
+// its gradient takes 1.0 ms in bf16 instead of 1.9, and 1.3 in f32 instead of 1.6, on two cores of
+// an AMD EPYC.
+template <typename T>
+void LogSumExpWithVjpRowsOf(const LogSumExpWithVjpCall& call, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const RowsProblem& p = call.problem;
+  if (p.inner > 1 || p.n <= kShortRow<T> || p.n > kTermsBlock) {
+    LogSumExpRowsOf<T>(call, begin, end);
+    return LogSumExpVjpRowsOf<T>({p, call.type, call.x, call.labels, call.stats, call.ct, call.dx},
+                                 begin, end);
+  }
+  const bool has_labels = call.labels != nullptr;
+  const T *in = static_cast<const T*>(call.x), *cts = static_cast<const T*>(call.ct);
+  T *values = static_cast<T*>(call.y), *out = static_cast<T*>(call.dx);
+  auto* all_stats = static_cast<ExpStats<T>*>(call.stats);
+  C terms[kTermsBlock];
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = in + row * p.n;
+    T* dx = out + row * p.n;  // may be x
+    const auto state = ExpSumOf<T, kTermsBlock>(x, p.n, terms);
+    const int64_t label = has_labels ? LabelIndex(call.labels[row], p.n) : -1;
+    const C of_label = has_labels ? LabelValue(x, p, call.labels[row]) : C(0);
+    values[row] = Accumulator<T>::Store(LogSumExpResult<T>(state, has_labels, of_label));
+    const auto stats = all_stats[row] = ExpStats<T>::Of(state);
+    const C ct = Accumulator<T>::Load(cts[row]);
+    const C at_label = label < 0 ? ct : stats.VjpOfTerm(terms[label], true, ct);
+    const C* exponentials = terms;
+    MapBlock<T>(p.n, dx, terms,
+                [=](int64_t j) { return stats.VjpOfTerm(exponentials[j], false, ct); });
+    if (label >= 0) dx[label] = Accumulator<T>::Store(at_label);
+  }
+}
+
 // ---- norms ----
 
 // Normalizes a group of rows that starts at `row` and whose transposed elements are x, in place.
@@ -771,6 +805,12 @@ inline void LogSumExpRows(const LogSumExpCall& call, int64_t begin, int64_t end)
 inline void LogSumExpVjpRows(const LogSumExpVjpCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     internal::LogSumExpVjpRowsOf<typename decltype(tag)::type>(call, begin, end);
+  });
+}
+
+inline void LogSumExpWithVjpRows(const LogSumExpWithVjpCall& call, int64_t begin, int64_t end) {
+  Dispatch<Floats>(call.type, [&](auto tag) {
+    internal::LogSumExpWithVjpRowsOf<typename decltype(tag)::type>(call, begin, end);
   });
 }
 

@@ -46,15 +46,11 @@ CpuStatus LaunchLogSumExpVjp(const LogSumExpVjpCall& call, ThreadPool& pool) {
 // Processes a few rows at a time, so that they stay in the caches between value and gradient.
 template <typename ThreadPool>
 CpuStatus LaunchLogSumExpWithVjp(const LogSumExpWithVjpCall& call, ThreadPool& pool) {
-  const LogSumExpVjpCall gradient{call.problem, call.type, call.x, call.labels,
-                                  call.stats,   call.ct,   call.dx};
   const int64_t row_bytes = std::max<int64_t>(call.problem.n * SizeOf(call.type), 1);
   const int64_t step = std::max((128 << 10) / row_bytes, internal::LeastRows(call.problem));
   return internal::ForEachRow(pool, call, 2, [&](const auto&, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row += step) {
-      const int64_t next = std::min(row + step, end);
-      Kernels().LogSumExpRows(call, row, next);
-      Kernels().LogSumExpVjpRows(gradient, row, next);
+      Kernels().LogSumExpWithVjpRows(call, row, std::min(row + step, end));
     }
   });
 }
