@@ -10,11 +10,12 @@
 //
 // 16-bit rows whose length is a multiple of four, but not of eight, consist of packs of 8 bytes
 // (except in traced programs). Other rows whose length is not a multiple of a pack have edges: they
-// begin or end within a pack. Threads hold the packs that lie wholly in such a row. The elements
-// before and after these packs are spread over the lanes, one or a few for each. So nothing is
-// computed for elements of other rows. Row vectors are loaded element by element. Earlier, threads
-// held the packs around a row, and masked what was outside it. Softmax of 160 MB, and the kernel of
-// its gradient for two arrays of this size, earlier and now, in us (a copy takes 78):
+// begin or end within a pack. Threads hold the packs that lie wholly in such a row. Its head and
+// tail elements, those before and after these packs, are spread over the lanes, one or a few for
+// each. So nothing is computed for elements of other rows. Row vectors are loaded element by
+// element. Earlier, threads held the packs around a row, and masked what was outside it. Softmax of
+// 160 MB, and the kernel of its gradient for two arrays of this size, earlier and now, in us (a
+// copy takes 78):
 //             bf16                     f32
 //   columns   softmax   its gradient   softmax   its gradient
 //   77        158 113   168 154        94  98    128 114
@@ -65,16 +66,15 @@ struct WholeRowsTraits {
   bool is_traced;
 };
 
-// How many of the elements before and after the whole packs of a row a lane may have. A row has up
-// to pack - 1 before and as many after.
+// How many head and tail elements a lane may have. A row has up to pack - 1 of each.
 JOF_HOST_DEVICE constexpr int EdgesOf(int pack, int lanes) {
   return (2 * (pack - 1) + lanes - 1) / lanes;
 }
 
 // An instance of WholeRowsKernel: how many packs of each row a thread holds, and how many rows. For
 // rows with edges, built-in programs have instances for teams of at least `least_lanes`: with more
-// lanes, a thread has fewer elements outside the packs. Traced programs are compiled for their
-// lanes: at least 4, so that these elements take few registers, except for very short rows.
+// lanes, a thread has fewer head and tail elements. Traced programs are compiled for their lanes:
+// at least 4, so that these elements take few registers, except for very short rows.
 struct WholeRowsShape {
   int held, rows, least_lanes;
 
@@ -226,7 +226,7 @@ __device__ __forceinline__ uint4 LoadOnce(const void* source) {
 }  // namespace internal
 
 // A thread holds kHeld packs of V elements of each of kRows rows, or fewer. If rows have edges, it
-// also holds kEdges elements before or after the whole packs, or fewer.
+// also holds kEdges head and tail elements, or fewer.
 template <typename Program, int V, int kHeld, int kRows, int kEdges>
 class WholeRowsBody {
  public:
@@ -238,9 +238,9 @@ class WholeRowsBody {
   static constexpr int kVectors = Program::kVectors, kColumnSums = Program::kColumnSums;
   static constexpr bool kHasMap = kOutputs > 0 || kColumnSums > 0;
   static constexpr bool kHasEdges = kEdges > 0;
-  // Whether edges are loaded before packs. Measured: in 32-bit programs this takes 2 to 5 % less
-  // time. In 16-bit ones some kernels take up to 1.3 times as long, because they use more
-  // registers.
+  // Whether head and tail elements are loaded first. Measured: in 32-bit programs this takes 2 to 5
+  // % less time. In 16-bit ones some kernels take up to 1.3 times as long: they wait longer for
+  // their loads.
   static constexpr bool kEdgesFirst = Program::kPack <= 4;
   static constexpr bool kIsWide = V == Program::kPack;  // packs are of 16 bytes
   static constexpr int kWays = V < 4 ? V : kRows > 1 || !kIsWide ? 2 : 4;
@@ -330,7 +330,7 @@ class WholeRowsBody {
     return (kHasEdges || Program::kIsTraced) && k * step_ + (kHasEdges ? V - 1 : 0) >= Width();
   }
 
-  // Sets the columns of this thread's packs, and of its elements before and after all packs.
+  // Sets the columns of this thread's packs, and of its head and tail elements.
   __device__ __forceinline__ void SetEdges(int64_t row) {
     const int before = min(static_cast<int>(-row * Width() & (V - 1)), Width());
     const int after = Width() - ((Width() - before) & (V - 1));
@@ -744,7 +744,7 @@ class WholeRowsBody {
   bool are_plain_ = false;  // the first row vector is f32, the others are f32 or absent
   Whole ahead_[kRows][kHeld][kInputs];
   typename Program::Values x_[kRows][kHeld][V];
-  int edge_at_[kEdges + 1];  // columns of the elements outside whole packs; -1: none
+  int edge_at_[kEdges + 1];                        // columns of head and tail elements; -1: none
   typename Program::Values edges_[kEdges + 1][1];  // their values, each as a pack of one
   C vectors_[kColumnSums > 0 ? kHeld : 1][V][kVectors + 1];
   C column_sums_[kHeld][kColumnSums + 1][V] = {};
