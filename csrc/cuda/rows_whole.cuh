@@ -629,7 +629,8 @@ class WholeRowsBody {
       // All threads take the same branch.
       if (kShares && (k + 1) * step_ <= Width()) continue;
       if (Has(k)) continue;
-      if constexpr (!kHasEdges) asm volatile("");  // a branch, as in Reduce
+      // A branch, as in Reduce, unless this is done once.
+      if constexpr (!kHasEdges && !Program::KeepsNeutral()) asm volatile("");
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
         JOF_UNROLL
