@@ -5,6 +5,9 @@ statistics have no tangents, as they are functions of the operands. f_vjp takes 
 (operands, results and statistics) and the results' cotangents; it is one native kernel. f_jvp takes
 the residuals and the operands' tangents. It is computed in jnp, and is the transpose of f_vjp.
 
+Unless a call is differentiated, statistics are not results (`keeps` is False): for short rows they
+would be a large part of the bytes written.
+
 An operand is an array, which has one axis along which rows extend; one value per row, or several in
 a last axis; or a row vector.
 """
@@ -215,6 +218,16 @@ def transposed_reference(reference: Function) -> Function:
     return transpose
 
 
+def _without_statistics(reference: Function) -> Function:
+    """The reference of a function, whose last result is statistics, with the parameter `keeps`."""
+
+    def results(*args: Any, keeps: bool, **params: Any) -> list[jax.Array]:
+        *results, stats = reference(*args, **params)
+        return [*results, *[stats] * keeps]
+
+    return results
+
+
 def in_jnp(reference: Function) -> Function:
     """The `native` argument of a primitive that has no kernels: the reference."""
     return lambda platform, *args, **params: reference(*args, **params)
@@ -222,6 +235,11 @@ def in_jnp(reference: Function) -> Function:
 
 def _function_of_softmax(*, log: bool, **_: Any) -> str:
     return "log_softmax" if log else "softmax"
+
+
+def absent(result: Any) -> jax.ShapeDtypeStruct:
+    """The type of a result that a kernel does not write."""
+    return jax.ShapeDtypeStruct((0,) * len(result.shape), result.dtype)
 
 
 # ---- softmax ----
@@ -305,14 +323,19 @@ def _labels_on_shard(
 
 
 def _logsumexp_on_shard(
-    call: Function, shard: _primitive.Shard, x: jax.Array, *labels: jax.Array, axis: int
+    call: Function,
+    shard: _primitive.Shard,
+    x: jax.Array,
+    *labels: jax.Array,
+    axis: int,
+    keeps: bool,
 ) -> list[jax.Array]:
     if not shard.rows:
-        results: list[jax.Array] = call(x, *labels, axis=axis)
+        results: list[jax.Array] = call(x, *labels, axis=axis, keeps=keeps)
         return results
     n = x.shape[axis]
     local, names_any = _labels_on_shard(labels, n, shard)
-    _, stats = call(x, *local, axis=axis)
+    _, stats = call(x, *local, axis=axis, keeps=True)
     centre, total = stats[..., 0], 1 / stats[..., 1]
     # If the maximum of a part is infinite, its centre is 0.
     peak = jnp.where(total == 0, -jnp.inf, jnp.where(total == jnp.inf, jnp.inf, centre))
@@ -328,7 +351,7 @@ def _logsumexp_on_shard(
     result = jnp.log(total) + (0 if values else base)
     for value, is_one in zip(values, names_any, strict=True):
         result -= jnp.where(is_one, value, jnp.nan) - base
-    return [result.astype(x.dtype), jnp.stack([base, 1 / total], -1)]
+    return [result.astype(x.dtype), *[jnp.stack([base, 1 / total], -1)] * keeps]
 
 
 def _logsumexp_vjp_on_shard(
@@ -344,6 +367,7 @@ def _logsumexp_vjp_on_shard(
 def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
     """Defines the primitives of a function of x and `labels` labels per row, 0 or 1."""
     given = [ARRAY, *[ROW] * labels]
+    reference = _without_statistics(_reference.logsumexp)
 
     def define(
         target: str,
@@ -355,10 +379,16 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         passes: int = 0,
         on_shard: Function | None = None,
     ) -> core.Primitive:
-        def call(x: Any, *_: Any, axis: int) -> _policy.Call:
+        def kinds_of(keeps: bool = True, **_: Any) -> Kinds:
+            return kinds[0], kinds[1] if keeps else kinds[1][:1]
+
+        def batch(primitive: core.Primitive, args: Any, dims: Any, **params: Any) -> Any:
+            return _batch(kinds_of(**params), primitive, args, dims, **params)
+
+        def call(x: Any, *_: Any, axis: int, **__: Any) -> _policy.Call:
             return _call("logsumexp", target, passes, x, axis)
 
-        def gradient(x: Any, *_: Any, axis: int) -> _policy.Call:
+        def gradient(x: Any, *_: Any, axis: int, **__: Any) -> _policy.Call:
             return _call("logsumexp", f"{target}_vjp", 2, x, axis)
 
         return _primitive.define(
@@ -367,11 +397,11 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
             abstract_eval=types,
             reference=reference,
             native=native,
-            sharding_rule=lambda x, *_, axis: _rule(
-                kinds, len(x.shape), axis, in_parts=on_shard is not None
+            sharding_rule=lambda x, *_, axis, **params: _rule(
+                kinds_of(**params), len(x.shape), axis, in_parts=on_shard is not None
             ),
             on_shard=on_shard,
-            batch=functools.partial(_batch, kinds),
+            batch=batch,
             multiple_results=len(kinds[1]) > 1,
             call=None if passes == 0 else call,
             gradient=gradient if passes == 1 else None,
@@ -383,11 +413,16 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         stats = jax.ShapeDtypeStruct((*rows, 2), _reference.row_dtype(x.dtype))
         return [jax.ShapeDtypeStruct(rows, x.dtype), stats]
 
-    def native(platform: str, x: jax.Array, *labels: jax.Array, axis: int) -> list[jax.Array]:
+    def native(
+        platform: str, x: jax.Array, *labels: jax.Array, axis: int, keeps: bool
+    ) -> list[jax.Array]:
         if x.size == 0:
-            return _reference.logsumexp(x, *labels, axis=axis)
-        call = jax.ffi.ffi_call(f"jof_{name}", results_of(x, axis))
-        return [*call(x, *labels, axis=np.int64(axis))]
+            of_none: list[jax.Array] = reference(x, *labels, axis=axis, keeps=keeps)
+            return of_none
+        y, stats = results_of(x, axis)
+        types = [y, stats if keeps else absent(stats)]
+        results = jax.ffi.ffi_call(f"jof_{name}", types)(x, *labels, axis=np.int64(axis))
+        return [*results[: 1 + keeps]]
 
     def native_vjp(
         platform: str, x: jax.Array, *operands: jax.Array, axis: int, in_place: bool = True
@@ -436,14 +471,14 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         _compat.replace_call(value, [y, kept])
         return [dx]
 
-    def value_types(x: Any, *_: Any, axis: int) -> Any:
+    def value_types(x: Any, *_: Any, axis: int, keeps: bool) -> Any:
         stats = _without(x, axis, 2).update(dtype=_reference.row_dtype(x.dtype))
-        return [_without(x, axis), stats]
+        return [_without(x, axis), *[stats] * keeps]
 
     f_p = define(
         f"jof_{name}",
         (given, [ROW, STATS]),
-        _reference.logsumexp,
+        reference,
         native,
         value_types,
         lower,
@@ -468,11 +503,11 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         lambda x, *_, axis: _without(x, axis),
     )
 
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    def jvp(primals: Any, tangents: Any, *, keeps: bool, **params: Any) -> Any:
         params = _policy.with_gradient(params)
-        y, stats = bind(f_p, *primals, **params)
+        y, stats = bind(f_p, *primals, keeps=True, **params)
         t = bind(jvp_p, *primals, stats, ad.instantiate_zeros(tangents[0]), **params)
-        return [y, stats], [t, ad.Zero(jax.typeof(stats))]
+        return [y, *[stats] * keeps], [t, *[ad.Zero(jax.typeof(stats))] * keeps]
 
     def transpose_by(other: core.Primitive) -> Function:
         def transpose(ct: Any, *args: Any, **params: Any) -> Any:
@@ -499,10 +534,10 @@ cross_entropy_p = _define_logsumexp("cross_entropy", "softmax_cross_entropy_with
 # The parameter `given` says which of the optional operands are present, in their order.
 
 
-def _norm_kinds(given: Sequence[bool]) -> Kinds:
+def _norm_kinds(given: Sequence[bool], keeps: bool) -> Kinds:
     has_residual = given[0]
     operands = [ARRAY, *_some([ARRAY, VECTOR, VECTOR], given)]
-    return operands, [ARRAY, *[ARRAY] * has_residual, STATS]
+    return operands, [ARRAY, *[ARRAY] * has_residual, *[STATS] * keeps]
 
 
 def _norm_vjp_kinds(given: Sequence[bool], wanted: Sequence[bool]) -> Kinds:
@@ -523,11 +558,11 @@ def _function_of_norm(*, center: bool, **_: Any) -> str:
     return "layer_norm" if center else "rms_norm"
 
 
-def _norm_types(x: Any, *_: Any, given: Sequence[bool], **__: Any) -> list[Any]:
+def _norm_types(x: Any, *_: Any, given: Sequence[bool], keeps: bool, **__: Any) -> list[Any]:
     axis = x.ndim - 1
     y = _with_rows_whole(x, axis)
     stats = _without(x, axis, 3).update(dtype=_reference.row_dtype(x.dtype))
-    return [y, *[y] * given[0], stats]
+    return [y, *[y] * given[0], *[stats] * keeps]
 
 
 def _norm_vjp_types(x: Any, *_: Any, wanted: Sequence[bool], **__: Any) -> list[Any]:
@@ -554,6 +589,9 @@ def _has_kernel(platform: str, x: jax.Array) -> bool:
     return x.size != 0 and not (is_long and platform == "cuda")
 
 
+_norm_in_jnp = _without_statistics(_reference.norm)
+
+
 def _norm_native(
     platform: str,
     x: jax.Array,
@@ -561,16 +599,19 @@ def _norm_native(
     center: bool,
     epsilon: float,
     given: tuple[bool, ...],
+    keeps: bool,
 ) -> list[jax.Array]:
     if not _has_kernel(platform, x):
-        return _reference.norm(x, *operands, center=center, epsilon=epsilon, given=given)
+        params = {"center": center, "epsilon": epsilon, "given": given, "keeps": keeps}
+        in_jnp: list[jax.Array] = _norm_in_jnp(x, *operands, **params)
+        return in_jnp
     rows = _rows_of(x)
     residual, scale, bias = _reference.spread(operands, given)
     no_rows, no_vector = jnp.zeros((0, 0), x.dtype), jnp.zeros((0,), x.dtype)
     y = jax.ShapeDtypeStruct(rows, x.dtype)
     total = y if given[0] else jax.ShapeDtypeStruct((0, 0), x.dtype)
     kept = jax.ShapeDtypeStruct((rows[0], 3), _reference.row_dtype(x.dtype))
-    results = jax.ffi.ffi_call("jof_norm", [y, total, kept])(
+    results = jax.ffi.ffi_call("jof_norm", [y, total, kept if keeps else absent(kept)])(
         x.reshape(rows),
         no_rows if residual is None else residual.reshape(rows),
         no_vector if scale is None else scale,
@@ -580,7 +621,7 @@ def _norm_native(
     )
     *arrays, stats = results
     arrays = [a.reshape(x.shape) for a in arrays[: 1 + given[0]]]
-    return [*arrays, stats.reshape(*x.shape[:-1], 3)]
+    return [*arrays, stats.reshape(*x.shape[:-1], 3)] if keeps else arrays
 
 
 def _norm_vjp_native(
@@ -616,6 +657,11 @@ def _norm_vjp_native(
     return [dx.reshape(x.shape), *_some([dscale, dbias], wanted)]
 
 
+def _of_kinds(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters that say which operands and results there are."""
+    return {k: v for k, v in params.items() if k in ("given", "wanted", "passed", "keeps")}
+
+
 def _norm_batch(
     reference: Function,
     kinds: Callable[..., Kinds],
@@ -627,7 +673,7 @@ def _norm_batch(
     **params: Any,
 ) -> tuple[Any, Any]:
     """Row vectors per example are left to jnp, whether they are operands or results."""
-    sides = kinds(**{k: v for k, v in params.items() if k in ("given", "wanted", "passed")})
+    sides = kinds(**_of_kinds(params))
     in_jnp = jax.vmap(functools.partial(reference, **params), in_axes=dims)
     if any(d is not None and k == VECTOR for d, k in zip(dims, sides[0], strict=True)):
         results = in_jnp(*args)
@@ -668,9 +714,7 @@ def _define_norm() -> core.Primitive:
         name: str, reference: Function, native: Function, types: Function, kinds: Any
     ) -> core.Primitive:
         def sharding_rule(x: Any, *_: Any, **params: Any) -> _primitive.ShardingRule:
-            of_kinds = ("given", "wanted", "passed")
-            sides = kinds(**{k: params[k] for k in of_kinds if k in params})
-            return _rule(sides, len(x.shape), len(x.shape) - 1)
+            return _rule(kinds(**_of_kinds(params)), len(x.shape), len(x.shape) - 1)
 
         return _primitive.define(
             f"jof_{name}",
@@ -686,7 +730,7 @@ def _define_norm() -> core.Primitive:
             gradient=_GRADIENT_OF_NORM.get(name),
         )
 
-    norm_p = define("norm", _reference.norm, _norm_native, _norm_types, _norm_kinds)
+    norm_p = define("norm", _norm_in_jnp, _norm_native, _norm_types, _norm_kinds)
     vjp_p = define(
         "norm_vjp", _reference.norm_vjp, _norm_vjp_native, _norm_vjp_types, _norm_vjp_kinds
     )
@@ -698,9 +742,9 @@ def _define_norm() -> core.Primitive:
         _norm_jvp_kinds,
     )
 
-    def jvp(primals: Any, tangents: Any, *, given: Any, **params: Any) -> Any:
+    def jvp(primals: Any, tangents: Any, *, given: Any, keeps: bool, **params: Any) -> Any:
         params = _policy.with_gradient(params)
-        y, *total, stats = bind(norm_p, *primals, given=given, **params)
+        y, *total, stats = bind(norm_p, *primals, given=given, keeps=True, **params)
         x = total[0] if total else primals[0]
         t_x, *rest = tangents
         t_residual, t_scale, t_bias = _reference.spread(rest, given)
@@ -716,7 +760,8 @@ def _define_norm() -> core.Primitive:
             passed=bool(total),
             **params,
         )
-        return [y, *total, stats], [*t, ad.Zero(jax.typeof(stats))]
+        zeros = [ad.Zero(jax.typeof(stats))] * keeps
+        return [y, *total, *[stats] * keeps], [*t, *zeros]
 
     def vjp_transpose(
         cts: Any, x: Any, stats: Any, *rest: Any, given: Any, wanted: Any, **params: Any
@@ -754,7 +799,7 @@ def _define_norm() -> core.Primitive:
     def first(*, given: Sequence[bool], **_: Any) -> int:
         return 2 + given[0]
 
-    transpose = transposed_reference(_reference.norm)
+    transpose = transposed_reference(_norm_in_jnp)
     _primitive.define_derivatives(norm_p, jvp=jvp, transpose=transpose)
     linear(vjp_p, _reference.norm_vjp, first, (1,), vjp_transpose)
     linear(jvp_p, _reference.norm_jvp, first, (1,), jvp_transpose)

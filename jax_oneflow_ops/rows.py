@@ -186,7 +186,7 @@ def logsumexp(
     if mask is not None:
         x = jnp.where(mask, x, -jnp.inf)
     rows, place, _ = _merged(name, x, axes)
-    y: jax.Array = _primitive.bind(_rows.logsumexp_p, rows, axis=place, implementation=choice)[0]
+    [y] = _primitive.bind(_rows.logsumexp_p, rows, axis=place, keeps=False, implementation=choice)
     return jnp.expand_dims(y, axes) if keepdims else y
 
 
@@ -265,9 +265,10 @@ def softmax_cross_entropy_with_integer_labels(
         limits = jnp.iinfo(jnp.int32)
         ids = jnp.clip(ids, limits.min, limits.max).astype(jnp.int32)
     if mask is None:
-        loss: jax.Array = _primitive.bind(
-            _rows.cross_entropy_p, rows, ids, axis=place, implementation=choice
-        )[0]
+        loss: jax.Array
+        [loss] = _primitive.bind(
+            _rows.cross_entropy_p, rows, ids, axis=place, keeps=False, implementation=choice
+        )
         return loss
     masked = jnp.where(mask, x, -jnp.inf)
     total = logsumexp(masked, tuple(axes), implementation=implementation)
@@ -584,15 +585,16 @@ def _norm(
         return jnp.transpose(a.reshape(moved), inverse)
 
     operands = [None if residual is None else to_rows(residual), *vectors]
-    y, *rest = _primitive.bind(
+    y, *total = _primitive.bind(
         _rows.norm_p,
         *(to_rows(x), *(operand for operand in operands if operand is not None)),
         given=tuple(operand is not None for operand in operands),
         center=center,
         epsilon=_epsilon(name, epsilon),
+        keeps=False,
         implementation=choice,
     )
-    return from_rows(y) if residual is None else (from_rows(y), from_rows(rest[0]))
+    return from_rows(y) if residual is None else (from_rows(y), from_rows(*total))
 
 
 def _float_array(name: str, argument: str, operand: Any) -> jax.Array:

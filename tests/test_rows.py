@@ -1227,3 +1227,34 @@ def test_norms_of_rows_that_gpus_do_not_count_are_jnp(columns, calls, gradient):
     assert sum(n for name, n in found.items() if name.startswith("jof_norm")) == calls * (
         1 + gradient
     )
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["logsumexp", "cross_entropy", "norm"])
+def test_statistics_are_stored_only_for_a_gradient(name, platform):
+    """Of short rows, they are a large part of the bytes written."""
+    functions = {
+        "logsumexp": jof.logsumexp,
+        "cross_entropy": jof.softmax_cross_entropy_with_integer_labels,
+        "norm": jof.rms_norm,
+    }
+    function = functools.partial(functions[name], implementation="native")
+    labels = [np.zeros(6, np.int32)] if name == "cross_entropy" else []
+
+    def value(x):
+        return function(x, *labels) if labels or name == "norm" else function(x, -1)
+
+    def both(x):  # the cotangent depends on the value, so these are two calls
+        return jnp.square(value(x)).sum()
+
+    def results(f):
+        lowered = (
+            jax.jit(f).trace(jnp.ones((6, 5), np.float32)).lower(lowering_platforms=(platform,))
+        )
+        call = rf"@jof_{name}\(.*-> \(?(.*?)\)? *(loc|\n|$)"
+        return re.search(call, lowered.as_text())[1]
+
+    width = 3 if name == "norm" else 2
+    assert f"tensor<6x{width}xf32>" not in results(value)
+    assert "tensor<0x0xf32>" in results(value)
+    assert f"tensor<6x{width}xf32>" in results(jax.value_and_grad(both))

@@ -435,7 +435,12 @@ void LogSumExpColumnsOf(const LogSumExpCall& call, int64_t begin, int64_t end) {
 #pragma GCC ivdep
     for (int64_t c = 0; c < columns; ++c) {
       results[c] = LogSumExpResult<T>(sums.State(c), has_labels, of_labels[c]);
-      stats[row + c] = ExpStats<T>::Of(sums.State(c), has_y);
+    }
+    if (stats != nullptr) {
+#pragma GCC ivdep
+      for (int64_t c = 0; c < columns; ++c) {
+        stats[row + c] = ExpStats<T>::Of(sums.State(c), has_y);
+      }
     }
     if (has_y) Convert<T>(results, columns, static_cast<T*>(call.y) + row);
   });
@@ -455,7 +460,9 @@ JOF_INLINE ExpStats<T> LogSumExpRow(const LogSumExpCall& call, int64_t row, Comp
     static_cast<T*>(call.y)[row] =
         Accumulator<T>::Store(LogSumExpResult<T>(state, has_labels, of_label));
   }
-  return static_cast<ExpStats<T>*>(call.stats)[row] = ExpStats<T>::Of(state, has_y);
+  const auto stats = ExpStats<T>::Of(state, has_y);
+  if (call.stats != nullptr) static_cast<ExpStats<T>*>(call.stats)[row] = stats;
+  return stats;
 }
 
 template <typename T>
@@ -470,7 +477,8 @@ void LogSumExpRowsOf(const LogSumExpCall& call, int64_t begin, int64_t end) {
       x.Read(in + row * p.n, group);
       const int32_t* labels = call.labels == nullptr ? nullptr : call.labels + row;
       T* y = call.y == nullptr ? nullptr : static_cast<T*>(call.y) + row;
-      LogSumExpColumnsOf<T>({group, call.type, x.columns, labels, y, stats + row}, 0, group.inner);
+      auto* of_group = stats == nullptr ? nullptr : stats + row;
+      LogSumExpColumnsOf<T>({group, call.type, x.columns, labels, y, of_group}, 0, group.inner);
     });
   }
   Compute<T> terms[kRowBlock];
@@ -605,8 +613,10 @@ void NormColumnsOf(const NormCall& call, const RowsProblem& p, int64_t row, T* x
     rests[c] = stats[c].rest;
     rstds[c] = stats[c].rstd;
   }
-  auto* all_stats = static_cast<NormStats<T, kCenter>*>(call.stats) + row;
-  for (int64_t c = 0; c < p.inner; ++c) all_stats[c] = stats[c];
+  if (call.stats != nullptr) {
+    auto* all_stats = static_cast<NormStats<T, kCenter>*>(call.stats) + row;
+    for (int64_t c = 0; c < p.inner; ++c) all_stats[c] = stats[c];
+  }
   for (int64_t i = 0; i < p.n; ++i) {
     const C s = scales == nullptr ? C(1) : scales[i];
     const C b = biases == nullptr ? C(-0.0f) : biases[i];  // keeps the sign of zeros
@@ -665,7 +675,7 @@ void NormRowsOf(const NormCall& call, int64_t begin, int64_t end) {
     const C centre = static_cast<C>(wide.centre);
     const double rest = Sum::kHasRest ? wide.centre - centre + wide.rest : 0;
     const NormStats<T, kCenter> stats{centre, static_cast<C>(rest), static_cast<C>(wide.rstd)};
-    static_cast<NormStats<T, kCenter>*>(call.stats)[row] = stats;
+    if (call.stats != nullptr) static_cast<NormStats<T, kCenter>*>(call.stats)[row] = stats;
     T* y = static_cast<T*>(call.y) + row * n;
     ForEachBlock(n, [&](int64_t i, int64_t m) {
       if (n > kRowBlock) values = block.Read(x + i, m);

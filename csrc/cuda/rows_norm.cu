@@ -80,7 +80,7 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
     if constexpr (kResidual) y[1] = x[0];
   }
   __device__ __forceinline__ void End(int64_t row, const Row& facts) const {
-    stats[row] = facts.stats;
+    if (stats != nullptr) stats[row] = facts.stats;
   }
 };
 

@@ -165,7 +165,7 @@ struct LogSumExpForward : ExpSumReductions<T, false> {
     a[1] = state.sum;
   }
   __device__ __forceinline__ void End(int64_t row, const Row& facts) const {
-    stats[row] = ExpStats<T>::Of(facts.state, y != nullptr);
+    if (stats != nullptr) stats[row] = ExpStats<T>::Of(facts.state, y != nullptr);
     if (y == nullptr) return;
     y[row] =
         Accumulator<T>::Store(LogSumExpResult<T>(facts.state, labels != nullptr, facts.x_label));

@@ -10,7 +10,7 @@
 //   jof_softmax_vjp(y, dy) -> dx                          attribute log
 //   jof_exp_sum(x) -> (rows, 2) of C: the maximum, any number if there is a NaN; and the sum of
 //       exp(x - maximum), or of exp(x) if the maximum is infinite
-//   jof_logsumexp(x) -> y (rows), stats (rows, 2) of C
+//   jof_logsumexp(x) -> y (rows), stats (rows, 2) of C or absent
 //   jof_logsumexp_vjp(x, stats, ct (rows)) -> dx
 //   jof_cross_entropy(x, labels (rows) int32) -> y, stats
 //   jof_cross_entropy_vjp(x, labels, stats, ct) -> dx
@@ -18,10 +18,11 @@
 //   jof_cross_entropy_with_vjp(x, labels, ct) -> y, stats, dx
 // dx may be aliased to x.
 //
-// Norms take x of shape (rows, n). An absent array has size 0 in all dimensions. scale and bias are
-// of T or f32:
+// Norms take x of shape (rows, n). scale and bias are of T or f32. An absent array has size 0 in
+// all dimensions:
 //   jof_norm(x, residual (rows, n), scale (n), bias (n))
-//       -> y, sum (rows, n), stats (rows, 3) of C         attributes center, epsilon
+//       -> y, sum (rows, n), stats (rows, 3) of C or absent
+//       attributes center, epsilon
 //   jof_norm_vjp(x, stats, dy, dsum (rows, n), scale (n))
 //       -> dx, dscale (n) of C, dbias (n) of C, scratch (parts, vectors, n) of C
 //       attribute center; vectors is how many of dscale and dbias are present
@@ -133,26 +134,36 @@ auto LogSumExpBinding() {
   return BufferBinding<Backend, kOperands, kResults>().template Attr<int64_t>("axis");
 }
 
-// Decodes x and what is stored of each row.
+inline bool IsAbsent(ffi::AnyBuffer array) {
+  for (const int64_t size : array.dimensions()) {
+    if (size != 0) return false;
+  }
+  return true;
+}
+
+// Decodes x and what is stored of each row, which is nothing if `stats` may be absent and is.
 template <typename Call>
 inline ffi::Error DecodeExpSum(const char* op, ffi::AnyBuffer x, int64_t axis, ffi::AnyBuffer stats,
-                               Call* call) {
+                               bool may_be_absent, Call* call) {
   ffi::Error error = DecodeRowsOf(op, x, axis, &call->problem, &call->type);
   if (error.failure()) return error;
   call->x = x.untyped_data();
-  return FirstError({RequireOfRows(op, "stats", stats, x, axis, ComputeType(x.element_type()), 2),
-                     call->problem.n == 0 && call->problem.rows() != 0
-                         ? InvalidArgument(op, ": rows must have elements")
-                         : ffi::Error::Success()});
+  const bool is_absent = may_be_absent && IsAbsent(stats);
+  if (!is_absent) call->stats = stats.untyped_data();
+  return FirstError(
+      {is_absent ? ffi::Error::Success()
+                 : RequireOfRows(op, "stats", stats, x, axis, ComputeType(x.element_type()), 2),
+       call->problem.n == 0 && call->problem.rows() != 0
+           ? InvalidArgument(op, ": rows must have elements")
+           : ffi::Error::Success()});
 }
 
 template <typename Backend>
 ffi::Error ExpSumHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
                          ffi::Result<ffi::AnyBuffer> stats, int64_t axis) {
   LogSumExpCall call{};
-  ffi::Error error = DecodeExpSum(kExpSum, x, axis, *stats, &call);
+  ffi::Error error = DecodeExpSum(kExpSum, x, axis, *stats, false, &call);
   if (error.failure() || call.problem.rows() == 0) return error;
-  call.stats = stats->untyped_data();
   return Backend::Status(kExpSum, LaunchLogSumExp(call, stream));
 }
 
@@ -161,8 +172,9 @@ ffi::Error ExpSumHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
 template <typename Call>
 inline ffi::Error DecodeLogSumExp(const char* op, ffi::AnyBuffer x, int64_t axis,
                                   std::initializer_list<ffi::AnyBuffer> labels, const char* name,
-                                  ffi::AnyBuffer y, ffi::AnyBuffer stats, Call* call) {
-  ffi::Error error = DecodeExpSum(op, x, axis, stats, call);
+                                  ffi::AnyBuffer y, ffi::AnyBuffer stats, Call* call,
+                                  bool may_lack_stats = false) {
+  ffi::Error error = DecodeExpSum(op, x, axis, stats, may_lack_stats, call);
   if (error.failure()) return error;
   error = RequireOfRows(op, name, y, x, axis, x.element_type(), 1);
   for (const ffi::AnyBuffer& array : labels) {
@@ -180,10 +192,10 @@ ffi::Error LogSumExpHandler(typename Backend::Stream stream, ffi::AnyBuffer x, L
                             int64_t axis) {
   const char* op = sizeof...(Labels) == 0 ? kLogSumExp : kCrossEntropy;
   LogSumExpCall call{};
-  ffi::Error error = DecodeLogSumExp(op, x, axis, {labels...}, "the result", *y, *stats, &call);
+  ffi::Error error =
+      DecodeLogSumExp(op, x, axis, {labels...}, "the result", *y, *stats, &call, true);
   if (error.failure() || call.problem.rows() == 0) return error;
   call.y = y->untyped_data();
-  call.stats = stats->untyped_data();
   return Backend::Status(op, LaunchLogSumExp(call, stream));
 }
 
@@ -197,7 +209,6 @@ ffi::Error LogSumExpVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x
   if (error.failure()) return error;
   error = RequireLike(op, "the result", *dx, x);
   if (error.failure() || call.problem.rows() == 0) return error;
-  call.stats = stats.untyped_data();
   call.ct = ct.untyped_data();
   call.dx = dx->untyped_data();
   return Backend::Status(op, LaunchLogSumExpVjp(call, stream));
@@ -216,7 +227,6 @@ ffi::Error LogSumExpWithVjpHandler(typename Backend::Stream stream, ffi::AnyBuff
                       RequireLike(op, "the gradient", *dx, x)});
   if (error.failure() || call.problem.rows() == 0) return error;
   call.y = y->untyped_data();
-  call.stats = stats->untyped_data();
   call.ct = ct.untyped_data();
   call.dx = dx->untyped_data();
   return Backend::Status(op, LaunchLogSumExpWithVjp(call, stream));
@@ -230,13 +240,6 @@ inline ffi::Error DecodeNorm(const char* op, ffi::AnyBuffer x, RowsProblem* prob
     return InvalidArgument(op, ": x must have shape (rows, n), got ", ShapeString(x.dimensions()));
   }
   return DecodeRowsOf(op, x, 1, problem, type);
-}
-
-inline bool IsAbsent(ffi::AnyBuffer array) {
-  for (const int64_t size : array.dimensions()) {
-    if (size != 0) return false;
-  }
-  return true;
 }
 
 // Decodes a row vector, (n) of `type` or f32. Sets *data to null if it is absent.
@@ -261,13 +264,14 @@ ffi::Error NormHandler(typename Backend::Stream stream, ffi::AnyBuffer x, ffi::A
   if (error.failure()) return error;
   const int64_t rows = call.problem.outer, n = call.problem.n;
   const auto type = x.element_type();
-  const bool has_residual = !IsAbsent(residual);
+  const bool has_residual = !IsAbsent(residual), has_stats = !IsAbsent(*stats);
   const int64_t sum_rows = has_residual ? rows : 0, sum_n = has_residual ? n : 0;
   error =
       FirstError({RequireArray(kNorm, "residual", residual, type, {sum_rows, sum_n}),
                   RequireArray(kNorm, "the result", *y, type, {rows, n}),
                   RequireArray(kNorm, "sum", *sum, type, {sum_rows, sum_n}),
-                  RequireArray(kNorm, "stats", *stats, ComputeType(type), {rows, 3}),
+                  RequireArray(kNorm, "stats", *stats, ComputeType(type),
+                               {has_stats ? rows : 0, has_stats ? 3 : 0}),
                   DecodeRowVector(kNorm, "scale", scale, type, n, &call.scale, &call.scale_type),
                   DecodeRowVector(kNorm, "bias", bias, type, n, &call.bias, &call.bias_type),
                   n == 0 && rows != 0 ? InvalidArgument(kNorm, ": rows must have elements")
@@ -279,7 +283,7 @@ ffi::Error NormHandler(typename Backend::Stream stream, ffi::AnyBuffer x, ffi::A
   call.residual = has_residual ? residual.untyped_data() : nullptr;
   call.y = y->untyped_data();
   call.sum = has_residual ? sum->untyped_data() : nullptr;
-  call.stats = stats->untyped_data();
+  call.stats = has_stats ? stats->untyped_data() : nullptr;
   return Backend::Status(kNorm, LaunchNorm(call, stream));
 }
 

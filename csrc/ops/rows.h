@@ -45,14 +45,15 @@ struct SoftmaxVjpCall {
 
 // log(sum(exp(x))), minus the element that the label names, if there are labels. A negative label
 // counts from the end; one out of range makes the result NaN. Without y, only the ExpSum::State of
-// each row is stored.
+// each row is stored. Only a gradient needs stats. Of short rows, they are a large part of the
+// bytes written.
 struct LogSumExpCall {
   RowsProblem problem;
   DType type;
   const void* x;
   const int32_t* labels;  // one per row, or null
   void* y;                // one per row, or null
-  void* stats;            // 2 per row: ExpStats, or ExpSum::State without y
+  void* stats;            // 2 per row: ExpStats, or ExpSum::State without y; null if not needed
 };
 
 // LogSumExp together with its gradient (see LogSumExpVjpCall), if ct does not depend on y. dx may
@@ -85,7 +86,7 @@ struct NormCall {
   const void* bias;      // (n), or null
   void* y;
   void* sum;    // x + residual, rounded, from which y is made; null if there is no residual
-  void* stats;  // 3 per row: NormStats
+  void* stats;  // 3 per row: NormStats; null if not needed
 };
 
 // Sums over rows are added up in parts: part p has rows [p rows / parts, (p + 1) rows / parts).

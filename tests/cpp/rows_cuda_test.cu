@@ -247,6 +247,9 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
   launch_both(both_in.data());
   CHECK_CUDA(
       LaunchLogSumExp({p, kDTypeOf<T>, in.data(), label_data, out.data(), stats.data()}, nullptr));
+  DeviceArray alone(int64_t(rows * sizeof(T)), sizeof(T));  // the same without statistics
+  CHECK_CUDA(
+      LaunchLogSumExp({p, kDTypeOf<T>, in.data(), label_data, alone.data(), nullptr}, nullptr));
   DeviceArray states(int64_t(rows * 2 * sizeof(C)), 0);
   CHECK_CUDA(
       LaunchLogSumExp({p, kDTypeOf<T>, in.data(), nullptr, nullptr, states.data()}, nullptr));
@@ -257,6 +260,7 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
   CHECK_CUDA(LaunchLogSumExpVjp(
       {p, kDTypeOf<T>, in.data(), label_data, stats.data(), cts.data(), in.data()}, nullptr));
   const T *y = out.CopyToHost<T>(), *both_y = both_out.CopyToHost<T>();
+  JOF_CHECK(std::memcmp(y, alone.CopyToHost<T>(), rows * sizeof(T)) == 0, "without statistics");
   stats.CopyToHost<C>();
   both_stats.CopyToHost<C>();
   const T *dx = gradient.CopyToHost<T>(), *both_dx = both_gradient.CopyToHost<T>();
@@ -328,6 +332,13 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
   }
   CHECK_CUDA(LaunchNorm(call, nullptr));
   const T* y = out.CopyToHost<T>();
+  DeviceArray alone(bytes, out_offset);  // the same without statistics
+  NormCall without = call;
+  without.y = alone.data();
+  without.stats = nullptr;
+  CHECK_CUDA(LaunchNorm(without, nullptr));
+  JOF_CHECK(std::memcmp(y, alone.CopyToHost<T>(), x.size() * sizeof(T)) == 0,
+            "without statistics");
   const T* sums = sum.CopyToHost<T>();
   std::vector<T> normed = x;
   if (has_residual) {
