@@ -373,7 +373,8 @@ class WholeRowsBody {
   // other rows have a part of the same sector.
   template <typename Array>
   __device__ __forceinline__ static auto LoadWhole(const Array* pack) {
-    if constexpr ((kColumnSums > 0 || kOutputs == 0) && V * sizeof(Array) == kPackBytes) {
+    constexpr bool kIsOnly = kOutputs == 0 && kRows == 1;
+    if constexpr ((kColumnSums > 0 || kIsOnly) && V * sizeof(Array) == kPackBytes) {
       return internal::LoadOnce(pack);
     } else {
       return AsWord(LoadPack<V>(pack));
