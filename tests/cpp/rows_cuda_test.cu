@@ -337,8 +337,7 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
   without.y = alone.data();
   without.stats = nullptr;
   CHECK_CUDA(LaunchNorm(without, nullptr));
-  JOF_CHECK(std::memcmp(y, alone.CopyToHost<T>(), x.size() * sizeof(T)) == 0,
-            "without statistics");
+  JOF_CHECK(std::memcmp(y, alone.CopyToHost<T>(), x.size() * sizeof(T)) == 0, "without statistics");
   const T* sums = sum.CopyToHost<T>();
   std::vector<T> normed = x;
   if (has_residual) {
