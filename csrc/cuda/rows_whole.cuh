@@ -370,11 +370,13 @@ class WholeRowsBody {
   }
 
   // Loads bypass the L1 cache in programs that have no outputs or that load a row ahead, unless
-  // other rows have a part of the same sector.
+  // other rows have a part of the same sector, or a thread has several short rows, whose label's
+  // element is read again: cross entropy of bf16 1250000 x 32 takes 38 us on an H200, 49 if that
+  // read misses.
   template <typename Array>
   __device__ __forceinline__ static auto LoadWhole(const Array* pack) {
-    constexpr bool kIsOnly = kOutputs == 0 && kRows == 1;
-    if constexpr ((kColumnSums > 0 || kIsOnly) && V * sizeof(Array) == kPackBytes) {
+    constexpr bool kBypasses = kColumnSums > 0 || (kOutputs == 0 && kRows == 1);
+    if constexpr (kBypasses && V * sizeof(Array) == kPackBytes) {
       return internal::LoadOnce(pack);
     } else {
       return AsWord(LoadPack<V>(pack));
