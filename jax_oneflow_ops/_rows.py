@@ -237,7 +237,7 @@ def _function_of_softmax(*, log: bool, **_: Any) -> str:
     return "log_softmax" if log else "softmax"
 
 
-def absent(result: Any) -> jax.ShapeDtypeStruct:
+def _absent(result: Any) -> jax.ShapeDtypeStruct:
     """The type of a result that a kernel does not write."""
     return jax.ShapeDtypeStruct((0,) * len(result.shape), result.dtype)
 
@@ -417,10 +417,10 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         platform: str, x: jax.Array, *labels: jax.Array, axis: int, keeps: bool
     ) -> list[jax.Array]:
         if x.size == 0:
-            of_none: list[jax.Array] = reference(x, *labels, axis=axis, keeps=keeps)
-            return of_none
+            plain: list[jax.Array] = reference(x, *labels, axis=axis, keeps=keeps)
+            return plain
         y, stats = results_of(x, axis)
-        types = [y, stats if keeps else absent(stats)]
+        types = [y, stats if keeps else _absent(stats)]
         results = jax.ffi.ffi_call(f"jof_{name}", types)(x, *labels, axis=np.int64(axis))
         return [*results[: 1 + keeps]]
 
@@ -603,15 +603,15 @@ def _norm_native(
 ) -> list[jax.Array]:
     if not _has_kernel(platform, x):
         params = {"center": center, "epsilon": epsilon, "given": given, "keeps": keeps}
-        in_jnp: list[jax.Array] = _norm_in_jnp(x, *operands, **params)
-        return in_jnp
+        plain: list[jax.Array] = _norm_in_jnp(x, *operands, **params)
+        return plain
     rows = _rows_of(x)
     residual, scale, bias = _reference.spread(operands, given)
     no_rows, no_vector = jnp.zeros((0, 0), x.dtype), jnp.zeros((0,), x.dtype)
     y = jax.ShapeDtypeStruct(rows, x.dtype)
     total = y if given[0] else jax.ShapeDtypeStruct((0, 0), x.dtype)
     kept = jax.ShapeDtypeStruct((rows[0], 3), _reference.row_dtype(x.dtype))
-    results = jax.ffi.ffi_call("jof_norm", [y, total, kept if keeps else absent(kept)])(
+    results = jax.ffi.ffi_call("jof_norm", [y, total, kept if keeps else _absent(kept)])(
         x.reshape(rows),
         no_rows if residual is None else residual.reshape(rows),
         no_vector if scale is None else scale,
