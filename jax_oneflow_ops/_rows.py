@@ -218,7 +218,7 @@ def transposed_reference(reference: Function) -> Function:
     return transpose
 
 
-def _without_statistics(reference: Function) -> Function:
+def _without_statistics(reference: Function) -> Callable[..., list[jax.Array]]:
     """The reference of a function, whose last result is statistics, with the parameter `keeps`."""
 
     def results(*args: Any, keeps: bool, **params: Any) -> list[jax.Array]:
@@ -417,8 +417,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         platform: str, x: jax.Array, *labels: jax.Array, axis: int, keeps: bool
     ) -> list[jax.Array]:
         if x.size == 0:
-            plain: list[jax.Array] = reference(x, *labels, axis=axis, keeps=keeps)
-            return plain
+            return reference(x, *labels, axis=axis, keeps=keeps)
         y, stats = results_of(x, axis)
         types = [y, stats if keeps else _absent(stats)]
         results = jax.ffi.ffi_call(f"jof_{name}", types)(x, *labels, axis=np.int64(axis))
@@ -602,14 +601,14 @@ def _norm_native(
     keeps: bool,
 ) -> list[jax.Array]:
     if not _has_kernel(platform, x):
-        params = {"center": center, "epsilon": epsilon, "given": given, "keeps": keeps}
-        plain: list[jax.Array] = _norm_in_jnp(x, *operands, **params)
-        return plain
+        return _norm_in_jnp(
+            *(x, *operands), center=center, epsilon=epsilon, given=given, keeps=keeps
+        )
     rows = _rows_of(x)
     residual, scale, bias = _reference.spread(operands, given)
     no_rows, no_vector = jnp.zeros((0, 0), x.dtype), jnp.zeros((0,), x.dtype)
     y = jax.ShapeDtypeStruct(rows, x.dtype)
-    total = y if given[0] else jax.ShapeDtypeStruct((0, 0), x.dtype)
+    total = y if given[0] else _absent(y)
     kept = jax.ShapeDtypeStruct((rows[0], 3), _reference.row_dtype(x.dtype))
     results = jax.ffi.ffi_call("jof_norm", [y, total, kept if keeps else _absent(kept)])(
         x.reshape(rows),

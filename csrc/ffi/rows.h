@@ -3,23 +3,22 @@
 // LaunchLogSumExpVjp, LaunchLogSumExpWithVjp, LaunchNorm and LaunchNormVjp take one call and a
 // stream.
 //
-// Rows lie along dimension `axis`, an attribute. Arrays with one value per row, marked (rows), have
-// the operand's shape without that dimension. Arrays keep their shapes because XLA would copy an
-// aliased array to reshape it.
+// An absent array has size 0 in all dimensions. Rows lie along dimension `axis`, an attribute.
+// Arrays with one value per row, marked (rows), have the operand's shape without that dimension.
+// Arrays keep their shapes because XLA would copy an aliased array to reshape it.
 //   jof_softmax(x) -> y                                   attribute log: log_softmax
 //   jof_softmax_vjp(y, dy) -> dx                          attribute log
 //   jof_exp_sum(x) -> (rows, 2) of C: the maximum, any number if there is a NaN; and the sum of
 //       exp(x - maximum), or of exp(x) if the maximum is infinite
 //   jof_logsumexp(x) -> y (rows), stats (rows, 2) of C or absent
 //   jof_logsumexp_vjp(x, stats, ct (rows)) -> dx
-//   jof_cross_entropy(x, labels (rows) int32) -> y, stats
+//   jof_cross_entropy(x, labels (rows) int32) -> y, stats or absent
 //   jof_cross_entropy_vjp(x, labels, stats, ct) -> dx
 //   jof_logsumexp_with_vjp(x, ct) -> y, stats, dx
 //   jof_cross_entropy_with_vjp(x, labels, ct) -> y, stats, dx
 // dx may be aliased to x.
 //
-// Norms take x of shape (rows, n). scale and bias are of T or f32. An absent array has size 0 in
-// all dimensions:
+// Norms take x of shape (rows, n). scale and bias are of T or f32:
 //   jof_norm(x, residual (rows, n), scale (n), bias (n))
 //       -> y, sum (rows, n), stats (rows, 3) of C or absent
 //       attributes center, epsilon
@@ -144,7 +143,7 @@ inline bool IsAbsent(ffi::AnyBuffer array) {
 // Decodes x and what is stored of each row, which is nothing if `stats` may be absent and is.
 template <typename Call>
 inline ffi::Error DecodeExpSum(const char* op, ffi::AnyBuffer x, int64_t axis, ffi::AnyBuffer stats,
-                               bool may_be_absent, Call* call) {
+                               Call* call, bool may_be_absent = false) {
   ffi::Error error = DecodeRowsOf(op, x, axis, &call->problem, &call->type);
   if (error.failure()) return error;
   call->x = x.untyped_data();
@@ -162,7 +161,7 @@ template <typename Backend>
 ffi::Error ExpSumHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
                          ffi::Result<ffi::AnyBuffer> stats, int64_t axis) {
   LogSumExpCall call{};
-  ffi::Error error = DecodeExpSum(kExpSum, x, axis, *stats, false, &call);
+  ffi::Error error = DecodeExpSum(kExpSum, x, axis, *stats, &call);
   if (error.failure() || call.problem.rows() == 0) return error;
   return Backend::Status(kExpSum, LaunchLogSumExp(call, stream));
 }
@@ -173,8 +172,8 @@ template <typename Call>
 inline ffi::Error DecodeLogSumExp(const char* op, ffi::AnyBuffer x, int64_t axis,
                                   std::initializer_list<ffi::AnyBuffer> labels, const char* name,
                                   ffi::AnyBuffer y, ffi::AnyBuffer stats, Call* call,
-                                  bool may_lack_stats = false) {
-  ffi::Error error = DecodeExpSum(op, x, axis, stats, may_lack_stats, call);
+                                  bool may_be_absent = false) {
+  ffi::Error error = DecodeExpSum(op, x, axis, stats, call, may_be_absent);
   if (error.failure()) return error;
   error = RequireOfRows(op, name, y, x, axis, x.element_type(), 1);
   for (const ffi::AnyBuffer& array : labels) {
