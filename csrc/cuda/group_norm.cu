@@ -32,9 +32,11 @@
 #include "cuda/group_norm.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <numeric>
 
 #include "cuda/clear.h"
+#include "cuda/group_norm_groups.cuh"
 #include "cuda/group_norm_tiles.cuh"
 
 JOF_NAMESPACE_BEGIN
@@ -539,11 +541,11 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
     Base::Exchange(0, of_bias);
     Base::Exchange(1, of_scale);
     Base::template SumChannels<2>();
-    C* columns = call_.columns + this->tile_begin_ +
-                 (this->image_ * this->plan_.parts + this->part_) * 2 * this->plan_.channels;
+    const int64_t columns =
+        this->tile_begin_ + (this->image_ * this->plan_.parts + this->part_) * call_.columns_step;
     for (int c = threadIdx.x; c < this->channels_here_; c += kThreads) {
-      columns[c] = Base::Exchanged(0)[c];
-      columns[this->plan_.channels + c] = Base::Exchanged(1)[c];
+      JOF_UNROLL
+      for (int v = 0; v < 2; ++v) call_.columns[v][columns + c] = Base::Exchanged(v)[c];
     }
     C* terms =
         call_.terms + (this->image_ * this->plan_.blocks() + this->block_) * 2 * this->plan_.groups;
@@ -705,6 +707,36 @@ cudaError_t Launch(const typename Body::Call& call, const GroupNormProblem& p, b
 
 RowVector VectorOf(const void* data, DType type) { return {data, type == DType::kF32}; }
 
+// The largest power of two, up to a pack, to which all pointers are aligned.
+int64_t AlignmentOf(std::initializer_list<const void*> pointers) {
+  int64_t bytes = kPackBytes;
+  for (const void* pointer : pointers) {
+    while (!IsAligned(pointer, bytes)) bytes /= 2;
+  }
+  return bytes;
+}
+
+// Calls launch(pack, plan) with the widest packs for which a block can hold a group. False if there
+// are none, or if the arrays are so large that other kernels are faster.
+template <typename T, int kInputs, typename Launch>
+bool TryGroupBlocks(const GroupNormProblem& p, int64_t alignment, int multiprocessors,
+                    const Launch& launch) {
+  if (p.size() * (kInputs + 1) * int64_t{sizeof(T)} > kMostGroupBytes) return false;
+  const auto attempt = [&](auto pack) {
+    constexpr int V = decltype(pack)::value;
+    GroupBlocksPlan plan{};
+    if (alignment % (V * sizeof(T)) != 0 ||
+        !PlanGroupBlocks(p, V, kHeldOfGroup<T, V, kInputs>, multiprocessors, &plan)) {
+      return false;
+    }
+    launch(pack, plan);
+    return true;
+  };
+  const std::integral_constant<int, kPackSize<T>> wide;
+  return attempt(wide) || attempt(std::integral_constant<int, 2>()) ||
+         attempt(std::integral_constant<int, 1>());
+}
+
 }  // namespace
 
 cudaError_t LaunchGroupNorm(const GroupNormCall& call, cudaStream_t stream) {
@@ -728,7 +760,17 @@ cudaError_t LaunchGroupNorm(const GroupNormCall& call, cudaStream_t stream) {
     const auto launch = [&](auto silu) {
       constexpr bool kSilu = decltype(silu)::value;
       ImageTilesPlan tiles;
-      if (PlanImageTiles(call.problem, sizeof(C), multiprocessors, &tiles)) {
+      const bool fits_tiles = PlanImageTiles(call.problem, sizeof(C), multiprocessors, &tiles);
+      const auto on_groups = [&](auto pack, const GroupBlocksPlan& plan) {
+        GroupBlocksKernel<T, decltype(pack)::value, kSilu>
+            <<<static_cast<unsigned>(plan.blocks), plan.threads, 0, stream>>>(forward, plan);
+      };
+      if ((!fits_tiles || AreLargeGroups(call.problem)) &&
+          TryGroupBlocks<T, 1>(call.problem, AlignmentOf({call.x, call.y}), multiprocessors,
+                               on_groups)) {
+        return cudaGetLastError();
+      }
+      if (fits_tiles) {
         return LaunchBlocks<kImageThreads>(ImageTilesKernel<T, kSilu>, tiles.blocks(),
                                            tiles.elements() * sizeof(C), stream, forward, tiles);
       }
@@ -752,7 +794,11 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
     backward.bias = VectorOf(call.bias, call.bias_type);
     backward.stats = static_cast<const GroupStats<C>*>(call.stats);
     backward.terms = static_cast<C*>(call.terms);
-    backward.columns = static_cast<C*>(call.columns);
+    auto* const columns = static_cast<C*>(call.columns);
+    auto *const dbias = static_cast<C*>(call.dbias), *const dscale = static_cast<C*>(call.dscale);
+    backward.columns[0] = columns;
+    backward.columns[1] = columns + call.problem.channels;
+    backward.columns_step = 2 * call.problem.channels;
     backward.marks = call.marks;
     const bool is_aligned = IsAligned(call.x, kPackBytes) && IsAligned(call.dy, kPackBytes) &&
                             IsAligned(call.dx, kPackBytes);
@@ -762,9 +808,26 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
     const int multiprocessors = device.multiprocessors;
     const auto launch = [&](auto silu) {
       constexpr bool kSilu = decltype(silu)::value;
-      int64_t sums = 0;  // rows of backward.columns
+      const auto on_groups = [&](auto pack, const GroupBlocksPlan& plan) {
+        constexpr int V = decltype(pack)::value;
+        auto direct = backward;
+        if (call.problem.images == 1) {
+          direct.columns[0] = dbias;
+          direct.columns[1] = dscale;
+        }
+        GroupBlocksVjpKernel<T, V, kSilu><<<static_cast<unsigned>(plan.blocks), plan.threads,
+                                            plan.threads * V * sizeof(C), stream>>>(direct, plan);
+      };
+      int64_t sums = 0;  // parts of backward.columns
       ImageTilesPlan tiles;
-      if (PlanImageTiles(call.problem, 2 * sizeof(C), multiprocessors, &tiles)) {
+      const bool fits_tiles = PlanImageTiles(call.problem, 2 * sizeof(C), multiprocessors, &tiles);
+      if ((!fits_tiles || AreLargeGroups(call.problem)) &&
+          TryGroupBlocks<T, 2>(call.problem, AlignmentOf({call.x, call.dy, call.dx}),
+                               multiprocessors, on_groups)) {
+        status = cudaGetLastError();
+        sums = call.problem.images;
+        if (sums == 1) return status;
+      } else if (fits_tiles) {
         sums = tiles.blocks();
         status =
             LaunchBlocks<kImageThreads>(ImageTilesVjpKernel<T, kSilu>, tiles.blocks(),
@@ -776,8 +839,7 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
         sums = call.problem.images * plan.parts;
       }
       if (status != cudaSuccess) return status;
-      return AddRows(backward.columns, sums, call.problem.channels, static_cast<C*>(call.dbias),
-                     static_cast<C*>(call.dscale), stream);
+      return AddRows(columns, sums, call.problem.channels, dbias, dscale, stream);
     };
     return call.silu ? launch(std::true_type()) : launch(std::false_type());
   });

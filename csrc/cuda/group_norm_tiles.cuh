@@ -37,7 +37,9 @@ struct GroupNormBackward {
   T* out;
   RowVector scale, bias;
   const GroupStats<Compute<T>>* stats;
-  Compute<T>*terms, *columns;
+  Compute<T>* terms;
+  Compute<T>* columns[2];  // partial gradients of bias and scale
+  int64_t columns_step;    // from those of one part to those of the next
   int32_t* marks;
 };
 
@@ -163,7 +165,7 @@ class ImageTile {
   // Computes two sums over all pixels for each channel, in a fixed order. of(place, sums) adds the
   // terms of an element.
   template <typename Of>
-  __device__ __forceinline__ void SumChannels(C* target, const Of& of) const {
+  __device__ __forceinline__ void SumChannels(C* first, C* second, const Of& of) const {
     int sharers = 1;
     while (sharers < internal::kWarpSize && 2 * sharers * plan_.channels <= kImageThreads) {
       sharers *= 2;
@@ -179,8 +181,8 @@ class ImageTile {
       }
       SumTeam(sums, sharers);
       if (end == 0 || lane != 0) continue;
-      target[c] = sums[0];
-      target[plan_.channels + c] = sums[1];
+      first[c] = sums[0];
+      second[c] = sums[1];
     }
   }
 
@@ -244,7 +246,7 @@ __global__ void __launch_bounds__(kImageThreads, kImageBlocks<T>)
   tile.Store(call.out, x);
 }
 
-// Each block writes one row of call.columns.
+// Each block writes one part of call.columns.
 template <typename T, bool kSilu>
 __global__ void __launch_bounds__(kImageThreads, kImageBlocks<T>)
     ImageTilesVjpKernel(const __grid_constant__ GroupNormBackward<T> call,
@@ -267,11 +269,11 @@ __global__ void __launch_bounds__(kImageThreads, kImageBlocks<T>)
     });
   });
   __syncthreads();
-  tile.SumChannels(call.columns + int64_t{blockIdx.x} * 2 * plan.channels,
-                   [&](int at, C(&sums)[2]) {
-                     sums[0] += ct[at];
-                     sums[1] = MulAdd(ct[at], x[at], sums[1]);
-                   });
+  const int64_t part = int64_t{blockIdx.x} * call.columns_step;
+  tile.SumChannels(call.columns[0] + part, call.columns[1] + part, [&](int at, C(&sums)[2]) {
+    sums[0] += ct[at];
+    sums[1] = MulAdd(ct[at], x[at], sums[1]);
+  });
   __syncthreads();
   const C count = static_cast<C>(tile.Count());
   tile.ForEachGroup([&](int64_t group, bool, const auto& for_each) {

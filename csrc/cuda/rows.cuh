@@ -425,7 +425,8 @@ class RowsKernelBody {
       begin_ += plan_.teams * Width();
     }
     if constexpr (kColumnSums > 0) StoreColumnSums();
-    if (Cluster() > 1) internal::SyncCluster();  // another block may still store to this one
+    // No block of a cluster ends before all stores to its shared memory have arrived: it has waited
+    // for them.
   }
 
  private:
@@ -925,31 +926,25 @@ class RowsKernelBody {
         }
       }
     }
-    // Each warp has its own copy if there is room. With a single copy, 256 teams of one thread each
-    // took 118 us.
+    // Each warp, or each team of several warps, adds to a copy of its own as far as there is room:
+    // with a single copy, the gradient of layer norm of bf16 404 x 327 took 16 us on an H100.
     C* const sums = reinterpret_cast<C*>(slots_ - threadIdx.x);
     const int size = program_.wanted_sums * static_cast<int>(Width());
-    const int warps = Threads() / kWarp;
-    const bool has_copies =
-        teams_of_warp > 1 && int64_t{warps} * size <= plan_.vector_slots * kWordsOfSlot;
-    const int copies = has_copies ? warps : 1;
-    C* const own = sums + (has_copies ? static_cast<int>(threadIdx.x) / kWarp * size : 0);
+    const int adders = Lanes() < kWarp ? Threads() / kWarp : teams_here;
+    int copies = adders;
+    while (copies > 1 && int64_t{copies} * size > plan_.vector_slots * kWordsOfSlot) copies /= 2;
+    const int adder = static_cast<int>(threadIdx.x) / (Threads() / adders);
+    C* const own = sums + adder % copies * size;
     const int team_here = threadIdx.x / Lanes(), first = team_here / teams_of_warp * teams_of_warp;
-    __syncthreads();
-    if (has_copies) {
+    for (int round = 0; round < adders / copies; ++round) {
+      __syncthreads();
+      if (adder / copies != round) continue;
       for (int t = 0; t < turns; ++t) {
         if (first + t == team_here) {
-          for_each([&](int64_t at, C sum) { own[at] = t == 0 ? sum : own[at] + sum; });
+          const bool is_first = round == 0 && t == 0;
+          for_each([&](int64_t at, C sum) { own[at] = is_first ? sum : own[at] + sum; });
         }
         __syncwarp();
-      }
-    } else {
-      for (int t = 0; t < teams_here; ++t) {
-        if (t % teams_of_warp >= turns) continue;
-        if (t == team_here) {
-          for_each([&](int64_t at, C sum) { own[at] = t == 0 ? sum : own[at] + sum; });
-        }
-        __syncthreads();
       }
     }
     __syncthreads();

@@ -150,8 +150,9 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
 
 inline constexpr int kColumnThreads = 128;
 
-// Sums over rows, for rows that no team holds whole: part blockIdx.y of the rows. A thread sums a
-// pack of neighbouring columns, with loads that need not be aligned.
+// Sums over rows, for rows that no team holds whole: part blockIdx.y of the rows, whose sums are
+// stored that many times `vectors() * n` after dscale and dbias. A thread sums a pack of
+// neighbouring columns, with loads that need not be aligned.
 template <typename T, bool kCenter>
 __global__ void __launch_bounds__(kColumnThreads, 4)
     ColumnSumsKernel(const NormVjpCall call, int64_t parts) {
@@ -195,15 +196,15 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
     }
     add(row, packs);
   }
-  C* target = static_cast<C*>(call.scratch) + part * call.vectors() * n + column;
   JOF_UNROLL
   for (int s = 0; s < 2; ++s) {
-    if ((s == 0 ? call.dscale : call.dbias) == nullptr) continue;
+    C* target = static_cast<C*>(s == 0 ? call.dscale : call.dbias);
+    if (target == nullptr) continue;
+    target += part * call.vectors() * n + column;
     JOF_UNROLL
     for (int j = 0; j < V; ++j) {
       if (column + j < n) target[j] = sums[s][j];
     }
-    target += n;
   }
 }
 
@@ -258,6 +259,29 @@ NormBackward<T, kCenter, kDsum, kSums> MakeBackward(const NormVjpCall& call) {
   return program;
 }
 
+// Launches a kernel for dx and another one for sums over rows.
+template <typename T, bool kCenter, bool kDsum>
+cudaError_t LaunchSeparately(const NormVjpCall& call, const RowsDevice& device,
+                             cudaStream_t stream) {
+  const cudaError_t status =
+      LaunchLongRows(MakeBackward<T, kCenter, kDsum, 0>(call), call.problem, device, stream);
+  if (status != cudaSuccess || call.vectors() == 0) return status;
+  constexpr int64_t kColumns = kColumnThreads * kPackSize<T>, kLeastRows = 8;
+  const int64_t n = call.problem.n, blocks = (n + kColumns - 1) / kColumns;
+  // About twice as many blocks as the multiprocessors run at a time: more parts take longer to add.
+  const int64_t most = std::min((call.problem.rows() + kLeastRows - 1) / kLeastRows, call.parts);
+  const int64_t parts = std::clamp<int64_t>(16 * device.multiprocessors / blocks, 1, most);
+  NormVjpCall parted = call;
+  if (parts > 1) {
+    auto* const scratch = static_cast<Compute<T>*>(call.scratch);
+    if (call.dscale != nullptr) parted.dscale = scratch;
+    if (call.dbias != nullptr) parted.dbias = scratch + (call.vectors() - 1) * n;
+  }
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(parts));
+  ColumnSumsKernel<T, kCenter><<<grid, kColumnThreads, 0, stream>>>(parted, parts);
+  return parts > 1 ? AddParts<Compute<T>>(call, parts, stream) : cudaGetLastError();
+}
+
 template <typename T, bool kCenter, bool kDsum>
 cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
   using C = Compute<T>;
@@ -282,6 +306,11 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
     if constexpr (!kIsDouble<T>) {
       WideRowsPlan plan{};
       if (PlanWideRows(program, call.problem, device, &plan) && blocks >= ClassesOf(plan)) {
+        // A team works through classes of rows, which have too few of these.
+        constexpr int64_t kLeastRows = 16;
+        if (plan.period > 1 && call.problem.rows() < kLeastRows * plan.period) {
+          return LaunchSeparately<T, kCenter, kDsum>(call, device, stream);
+        }
         status = LaunchWideRows(program, plan, device, stream, &blocks);
         return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
       }
@@ -294,15 +323,7 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
       return status == cudaSuccess ? AddParts<C>(call, grid.units, stream) : status;
     }
   }
-  status = LaunchLongRows(MakeBackward<T, kCenter, kDsum, 0>(call), call.problem, device, stream);
-  if (status != cudaSuccess || call.vectors() == 0) return status;
-  constexpr int64_t kColumns = kColumnThreads * kPackSize<T>;
-  const int64_t blocks = (call.problem.n + kColumns - 1) / kColumns;
-  // About twice as many blocks as the multiprocessors run at a time: more parts take longer to add.
-  const int64_t parts = std::clamp<int64_t>(16 * device.multiprocessors / blocks, 1, call.parts);
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(parts));
-  ColumnSumsKernel<T, kCenter><<<grid, kColumnThreads, 0, stream>>>(call, parts);
-  return AddParts<C>(call, parts, stream);
+  return LaunchSeparately<T, kCenter, kDsum>(call, device, stream);
 }
 
 }  // namespace

@@ -33,13 +33,14 @@
 // rescaled as it grows, so that a row is read twice and not three times. This took 549 us for cross
 // entropy of bf16 with its gradient, instead of 517.
 //
-// What did not help norms of 8192 x 50257 (us, separate benchmarks): Reading vectors from the L2
-// cache for each row: rms norm of f32 2554. Vectors in registers: layer norm of bf16 816; in shared
-// memory 780. Reducing a row before the previous one is mapped, to hide the time that the blocks of
-// a cluster wait for each other: the gradient of rms norm of bf16 897; without 849. This helps only
-// if one block fills a multiprocessor. A block barrier before the blocks exchange values: layer
-// norm of bf16 908; without 850. Rounding the number of teams to a multiple of the period: 24 teams
-// instead of 30.
+// What did not help norms of 8192 x 50257 (us, separate benchmarks): Copying f32 vectors to shared
+// memory asynchronously, along with the first row (of few rows, either). Reading vectors from the
+// L2 cache for each row: rms norm of f32 2554. Vectors in registers: layer norm of bf16 816; in
+// shared memory 780. Reducing a row before the previous one is mapped, to hide the time that the
+// blocks of a cluster wait for each other: the gradient of rms norm of bf16 897; without 849. This
+// helps only if one block fills a multiprocessor. A block barrier before the blocks exchange
+// values: layer norm of bf16 908; without 850. Rounding the number of teams to a multiple of the
+// period: 24 teams instead of 30.
 //
 // Handles the rows.cuh programs that contain a reduction. All arrays must be aligned to 16 bytes,
 // except those of traced programs. Rows may begin and end within packs.
@@ -140,7 +141,8 @@ class WideRowsBody {
     } else {
       RunRows(team, RowsOf(team), plan_.teams);
     }
-    if (plan_.cluster > 1) internal::SyncCluster();  // another block may still store to this one
+    // No block of a cluster ends before all stores to its shared memory have arrived: it has waited
+    // for them.
   }
 
  private:
@@ -366,9 +368,17 @@ class WideRowsBody {
         JOF_UNROLL
         for (int s = 0; s < kColumnSums; ++s) {
           if (!program_.WantsSum(s)) continue;
-          JOF_UNROLL
-          for (int j = 0; j < V; ++j) {
-            if (HasElement(column + j)) target[j] = column_sums_[k][s][j];
+          if (IsInner(column) && reinterpret_cast<uintptr_t>(target) % kPackBytes == 0) {
+            JOF_UNROLL
+            for (int w = 0; w < kSlotsOfVector; ++w) {
+              reinterpret_cast<uint4*>(target)[w] =
+                  reinterpret_cast<const uint4*>(column_sums_[k][s])[w];
+            }
+          } else {
+            JOF_UNROLL
+            for (int j = 0; j < V; ++j) {
+              if (HasElement(column + j)) target[j] = column_sums_[k][s][j];
+            }
           }
           target += Width();
         }
@@ -588,7 +598,7 @@ class WideRowsBody {
   int64_t stride_;
   int stage_;  // stage that holds the current row
   unsigned turn_ = 0;
-  C column_sums_[kHeld][kColumnSums + 1][V];
+  alignas(kPackBytes) C column_sums_[kHeld][kColumnSums + 1][V];
 };
 
 template <typename Program>

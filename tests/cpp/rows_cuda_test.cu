@@ -531,7 +531,7 @@ void TestGroupNorm(const RowsProblem& p, int64_t groups, int64_t parts, bool sil
 // A pixel's channels fill packs, fill packs only with other pixels, or do not fill packs. Groups
 // span several packs, or share one. Images are held, also more images than thread blocks, or
 // processed in tiles. Small images: a thread block has one or several, or several in the gradient
-// only.
+// only. Few images: a thread block has some groups, one group, or one in the forward kernel only.
 template <typename T>
 int64_t TestGroupNorms(bool brief) {
   struct Images {
@@ -541,7 +541,9 @@ int64_t TestGroupNorms(bool brief) {
   std::vector<Images> all = {{{3, 64, 32}, 4, 2},    {{2, 50, 64}, 64, 8},  {{2, 49, 30}, 10, 3},
                              {{1, 7, 5}, 1, 7},      {{3, 100, 15}, 3, 1},  {{5, 1, 8}, 2, 1},
                              {{2, 33, 3000}, 30, 9}, {{300, 8, 4}, 1, 1},   {{1500, 1, 1}, 1, 1},
-                             {{150, 7, 15}, 3, 2},   {{140, 3, 64}, 64, 3}, {{150, 5, 96}, 32, 5}};
+                             {{150, 7, 15}, 3, 2},   {{140, 3, 64}, 64, 3}, {{150, 5, 96}, 32, 5},
+                             {{1, 1, 2048}, 32, 1},  {{1, 1301, 17}, 1, 2}, {{40, 60, 96}, 32, 2},
+                             {{1, 300, 63}, 7, 3},   {{140, 40, 300}, 6, 2}};
   if (!brief) {
     all.push_back({{2, 4096, 256}, 32, 64});
     all.push_back({{700, 64, 320}, 32, 4});
@@ -549,6 +551,8 @@ int64_t TestGroupNorms(bool brief) {
     all.push_back({{5000, 9, 12}, 2, 1});
     all.push_back({{200, 1, 3000}, 30, 8});
     all.push_back({{140, 2000, 4}, 1, 2});
+    all.push_back({{1, 433, 2048}, 32, 50});
+    all.push_back({{3, 20000, 8}, 4, 8});
   }
   int64_t launches = 0;
   for (const Images& i : all) {
