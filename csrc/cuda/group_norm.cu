@@ -717,11 +717,10 @@ int64_t AlignmentOf(std::initializer_list<const void*> pointers) {
 }
 
 // Calls launch(pack, plan) with the widest packs for which a block can hold a group. False if there
-// are none, or if the arrays are so large that other kernels are faster.
+// are none.
 template <typename T, int kInputs, typename Launch>
 bool TryGroupBlocks(const GroupNormProblem& p, int64_t alignment, int multiprocessors,
                     const Launch& launch) {
-  if (p.size() * (kInputs + 1) * int64_t{sizeof(T)} > kMostGroupBytes) return false;
   const auto attempt = [&](auto pack) {
     constexpr int V = decltype(pack)::value;
     GroupBlocksPlan plan{};
@@ -765,7 +764,7 @@ cudaError_t LaunchGroupNorm(const GroupNormCall& call, cudaStream_t stream) {
         GroupBlocksKernel<T, decltype(pack)::value, kSilu>
             <<<static_cast<unsigned>(plan.blocks), plan.threads, 0, stream>>>(forward, plan);
       };
-      if ((!fits_tiles || AreLargeGroups(call.problem)) &&
+      if (PrefersGroupBlocks(call.problem, sizeof(T), false, fits_tiles) &&
           TryGroupBlocks<T, 1>(call.problem, AlignmentOf({call.x, call.y}), multiprocessors,
                                on_groups)) {
         return cudaGetLastError();
@@ -821,7 +820,7 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
       int64_t sums = 0;  // parts of backward.columns
       ImageTilesPlan tiles;
       const bool fits_tiles = PlanImageTiles(call.problem, 2 * sizeof(C), multiprocessors, &tiles);
-      if ((!fits_tiles || AreLargeGroups(call.problem)) &&
+      if (PrefersGroupBlocks(call.problem, sizeof(T), true, fits_tiles) &&
           TryGroupBlocks<T, 2>(call.problem, AlignmentOf({call.x, call.dy, call.dx}),
                                multiprocessors, on_groups)) {
         status = cudaGetLastError();

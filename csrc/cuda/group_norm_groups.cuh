@@ -4,13 +4,12 @@
 // share are read by both, mostly from the L2 cache.
 //
 // The kernels of group_norm.cu have several blocks for each image, which wait for each other.
-// Measured on an H100 in us, with the time of those kernels in brackets:
-//   value                XLA          value and gradient    XLA
-//   f16 1 x 106 x 2048   4.0 (17)     7.5   f32 1 x 1 x 2048    4.6 (25)   3.8
-//   f16 1 x 433 x 2048   6.9 (20)     9.7   f32 16 x 64 x 512   11 (30)    23
-//   f16 3 x 512 x 1024   5.4 (18)     14    bf16 1 x 1024 x 640 19 (39)    41
-//   bf16 64 x 196 x 768  29 (36)            bf16 64 x 196 x 768 96 (93)    122
-//   bf16 256 x 196 x 768 100 (104)          f32 256 x 256 x 128 148 (119)  154
+// Measured on an H100 in us, with the time of those kernels in brackets, and XLA's:
+//   value                                   value and gradient
+//   f16 1 x 106 x 2048     4 (17)    8      f32 1 x 1 x 2048       5 (25)    4
+//   f16 1 x 433 x 2048     7 (20)    10     f32 16 x 64 x 512      11 (30)   23
+//   f16 3 x 512 x 1024     5 (18)    14     bf16 1 x 1024 x 640    19 (39)   41
+//   f32 256 x 256 x 128    65 (42)   30     f32 173 x 8 x 2048     32 (56)   66
 #pragma once
 
 #include <algorithm>
@@ -24,16 +23,25 @@ JOF_NAMESPACE_BEGIN
 inline constexpr int kGroupThreads = 1024;  // the most threads of a block
 // The most bytes of all inputs that a thread holds, and the most packs of each input.
 inline constexpr int kGroupBytes = 128, kGroupPacks = 16;
-// The most bytes of all arrays for which these kernels are used. Larger ones come from memory
-// twice, in sectors of which a group has a part.
-inline constexpr int64_t kMostGroupBytes = 48 << 20;
 template <typename T, int V, int kInputs>
 inline constexpr int kHeldOfGroup =
     std::min(kGroupPacks, kGroupBytes / (V * static_cast<int>(sizeof(T)) * kInputs));
 
-// Whether groups are large enough that a block for each is faster than a part of a tile, if images
-// are small: a block takes as long as about 200 elements of a tile.
-inline bool AreLargeGroups(const GroupNormProblem& p) { return p.pixels * p.width() >= 192; }
+// Whether a block for each group is expected to be faster than tiles of images, if these are small
+// enough for tiles, or else than the kernels of group_norm.cu. The times in us were fitted to about
+// 35 shapes on an H100.
+inline bool PrefersGroupBlocks(const GroupNormProblem& p, int64_t bytes, bool is_backward,
+                               bool fits_tiles) {
+  const auto elements = static_cast<double>(p.size());
+  const auto blocks = static_cast<double>(p.images * p.groups);
+  // A pixel's channels are a run of contiguous elements, of which whole sectors are loaded.
+  const int64_t run = (p.groups == 1 ? p.pixels : 1) * p.width() * bytes;
+  const double sectors = std::max(1.0, 32.0 / static_cast<double>(run));
+  const double here = 2 + std::max(elements * sectors * (is_backward ? 7e-6 : 3e-6),
+                                   blocks * (is_backward ? 2.4e-3 : 1.6e-3));
+  if (fits_tiles) return here < 3 + elements * (is_backward ? 12e-6 : 7e-6);
+  return here < (is_backward ? 15 + elements * 4e-6 : 10 + elements * 3.4e-6);
+}
 
 struct GroupBlocksPlan {
   int64_t blocks;
