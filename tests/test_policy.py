@@ -397,8 +397,9 @@ def test_functions_that_promise_one_rounding_always_run_kernels(monkeypatch):
         assert decision.reason in IN_ANY_CASE
 
 
-def test_sums_and_group_norms_depend_on_one_size_more():
-    """Those are the updates of a row of the result, and the pixels of an image."""
+def test_sums_and_group_norms_depend_on_other_sizes():
+    """Those are the updates of a row of the result, and of an image its pixels and the bytes of a
+    group in each."""
 
     def sizes(function, *shapes):
         [decision] = jof.policy(function, *shapes)
@@ -408,4 +409,4 @@ def test_sums_and_group_norms_depend_on_one_size_more():
     for rows, hits in ((10, 100), (300, 3), (4000, 1)):
         assert sizes(lambda x, ids, n=rows: jof.segment_sum(x, ids, n), x, ids) == (hits,)
     images = jax.ShapeDtypeStruct((2, 5, 7, 8), "float32")
-    assert sizes(lambda x: jof.group_norm(x, 4), images) == (35,)
+    assert sizes(lambda x: jof.group_norm(x, 4), images) == (35, 8)
