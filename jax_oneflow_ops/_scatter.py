@@ -613,7 +613,7 @@ def _sum_call(
     moved = _policy.nbytes(updates, ids) + result
     kind = (reducer, width, _policy.bits(updates.dtype), order)
     hits = max(1, count // max(1, rows))  # per row, on average: atomics of XLA wait for each other
-    return _policy.Call(kind, moved, (hits,))
+    return _policy.Call(kind, moved, (hits, math.prod(updates.shape)))
 
 
 def _width(inner: int, rows: Any) -> str:

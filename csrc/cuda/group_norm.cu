@@ -731,7 +731,7 @@ bool TryGroupBlocks(const GroupNormProblem& p, int64_t alignment, int multiproce
     launch(pack, plan);
     return true;
   };
-  const std::integral_constant<int, kPackSize<T>> wide;
+  const std::integral_constant<int, kGroupPack<T, kInputs>> wide;
   return attempt(wide) || attempt(std::integral_constant<int, 2>()) ||
          attempt(std::integral_constant<int, 1>());
 }

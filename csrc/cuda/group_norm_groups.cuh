@@ -21,11 +21,15 @@
 JOF_NAMESPACE_BEGIN
 
 inline constexpr int kGroupThreads = 1024;  // the most threads of a block
-// The most bytes of all inputs that a thread holds, and the most packs of each input.
-inline constexpr int kGroupBytes = 128, kGroupPacks = 16;
+// Elements of a pack: with eight, gradients would need too many registers. Widths that are not a
+// multiple have packs of two elements or one.
+template <typename T, int kInputs>
+inline constexpr int kGroupPack = kInputs > 1 ? std::min(4, kPackSize<T>) : kPackSize<T>;
+
+// The most packs of each input that fit in the registers of a thread.
 template <typename T, int V, int kInputs>
 inline constexpr int kHeldOfGroup =
-    std::min(kGroupPacks, kGroupBytes / (V * static_cast<int>(sizeof(T)) * kInputs));
+    std::min(16, (kIsDouble<T> ? 48 : 96) / (V * static_cast<int>(sizeof(T)) * kInputs));
 
 // Whether a block for each group is expected to be faster than tiles of images, if these are small
 // enough for tiles, or else than the kernels of group_norm.cu. The times in us were fitted to about
