@@ -16,7 +16,8 @@ from jax_oneflow_ops._indexing import Indexing
 
 def nearest_source(size_in: int, size_out: int, half_pixel: bool) -> np.ndarray:
     """The source position of each output position, in exact integer arithmetic."""
-    out = np.arange(size_out, dtype=object)  # Python's integers: no overflow
+    fits = (2 * size_out + 1) * size_in < 2**63
+    out = np.arange(size_out, dtype=np.int64 if fits else object)  # Python's integers if not
     numerator, denominator = (2 * out + 1, 2 * size_out) if half_pixel else (out, size_out)
     return (numerator * size_in // denominator).astype(np.int64)
 
@@ -39,9 +40,17 @@ def _upsample_axis(x: jax.Array, axis: int, size: int, half_pixel: bool) -> jax.
     return jnp.take(x, _source(n, size, half_pixel), axis=axis, mode="clip")
 
 
+_MOST_CONSTANTS = 1 << 16
+
+
 def _source(size_in: int, size_out: int, half_pixel: bool) -> Any:
-    """The result of `nearest_source`, computed in the program if 32 bits are enough for it."""
-    if (2 * size_out + 1) * size_in >= 2**32:
+    """The result of `nearest_source`: a constant if it is small, else computed in the program.
+
+    XLA divides for each element of the result if it computes the source: on CPUs, images of
+    64 x 128 enlarged to 198 x 335 take 87 us, and 40 us with a constant. On GPUs there is no
+    difference. 32 bits are not enough for very large sizes.
+    """
+    if size_out <= _MOST_CONSTANTS or (2 * size_out + 1) * size_in >= 2**32:
         return nearest_source(size_in, size_out, half_pixel)
     out = lax.iota(jnp.uint32, size_out)
     numerator, denominator = (2 * out + 1, 2 * size_out) if half_pixel else (out, size_out)

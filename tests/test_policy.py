@@ -398,8 +398,8 @@ def test_functions_that_promise_one_rounding_always_run_kernels(monkeypatch):
 
 
 def test_sums_and_group_norms_depend_on_other_sizes():
-    """Those of sums are the updates of a row of the result and the elements of all updates. Those of
-    group norms are the pixels of an image, and the bytes of a group in each."""
+    """Those of sums are the updates of a row of the result, and the elements of all updates. Those
+    of group norms are the pixels of an image, and the bytes of a group in each."""
 
     def sizes(function, *shapes):
         [decision] = jof.policy(function, *shapes)

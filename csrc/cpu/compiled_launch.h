@@ -102,9 +102,8 @@ inline CpuStatus LoadCompiled(const uint8_t* code, size_t bytes, CpuCompiledKern
 template <typename ThreadPool>
 CpuStatus LaunchCompiled(const CpuCompiledKernel& kernel, size_t, size_t, const int64_t*,
                          const ElementwiseCall& call, ThreadPool& pool) {
-  // A range of fewer elements is not worth another thread.
-  constexpr int64_t kGrain = 16 * 1024;
-  ParallelFor(pool, call.n, kGrain,
+  constexpr int64_t kBytesOfElement = 8;  // about as many as in a call with few arrays
+  ParallelFor(pool, call.n, GrainOf(kBytesOfElement),
               [&](int64_t begin, int64_t end) { kernel.loop(&call, begin, end); });
   return {};
 }
@@ -114,7 +113,7 @@ CpuStatus LaunchCompiledRows(const CpuCompiledKernel& kernel, const TracedRowsLa
                              TracedRowsCall call, ThreadPool& pool) {
   const int64_t bytes = int64_t{8} * (layout.arrays + layout.results + 1) * call.n;
   if (layout.sums == 0) call.parts = call.rows;
-  ParallelFor(pool, call.parts, Grain(bytes * ((call.rows + call.parts - 1) / call.parts)),
+  ParallelFor(pool, call.parts, GrainOf(bytes * ((call.rows + call.parts - 1) / call.parts)),
               [&](int64_t begin, int64_t end) { kernel.loop(&call, begin, end); });
   return {};
 }

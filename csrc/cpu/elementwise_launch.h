@@ -10,7 +10,7 @@ CpuStatus LaunchElementwise(ElementwiseOp op, DType type, const ElementwiseCall&
                             ThreadPool& pool) {
   const auto& signature = kElementwiseSignatures<float>[static_cast<int>(op)];
   const int64_t bytes = (signature.inputs + signature.outputs) * SizeOf(type);
-  ParallelFor(pool, call.n, Grain(bytes), [&](int64_t begin, int64_t end) {
+  ParallelFor(pool, call.n, GrainOf(bytes), [&](int64_t begin, int64_t end) {
     Kernels().ElementwiseRange(op, type, call, begin, end);
   });
   return {};
@@ -18,7 +18,7 @@ CpuStatus LaunchElementwise(ElementwiseOp op, DType type, const ElementwiseCall&
 
 template <typename ThreadPool>
 CpuStatus LaunchWhere(bool vjp, int element_bytes, const ElementwiseCall& call, ThreadPool& pool) {
-  ParallelFor(pool, call.n, Grain(4 * element_bytes), [&](int64_t begin, int64_t end) {
+  ParallelFor(pool, call.n, GrainOf(4 * element_bytes), [&](int64_t begin, int64_t end) {
     Kernels().WhereRange(vjp, element_bytes, call, begin, end);
   });
   return {};
@@ -26,7 +26,7 @@ CpuStatus LaunchWhere(bool vjp, int element_bytes, const ElementwiseCall& call, 
 
 template <typename ThreadPool>
 CpuStatus LaunchCast(DType from, DType to, const ElementwiseCall& call, ThreadPool& pool) {
-  ParallelFor(pool, call.n, Grain(2 * SizeOf(to)), [&](int64_t begin, int64_t end) {
+  ParallelFor(pool, call.n, GrainOf(2 * SizeOf(to)), [&](int64_t begin, int64_t end) {
     Kernels().CastRange(from, to, call.inputs[0], call.outputs[0], begin, end);
   });
   return {};

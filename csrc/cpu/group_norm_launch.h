@@ -13,7 +13,7 @@ template <typename ThreadPool, typename Call, typename Kernel>
 void ForEachItem(ThreadPool& pool, const Call& call, int64_t items, int64_t arrays,
                  const Kernel& kernel) {
   const int64_t bytes = arrays * call.problem.size() * SizeOf(call.type) / items;
-  ParallelFor(pool, items, Grain(bytes),
+  ParallelFor(pool, items, GrainOf(bytes),
               [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
 }
 

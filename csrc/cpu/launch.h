@@ -20,11 +20,14 @@ inline const CpuKernels& Kernels() {
   return kernels;
 }
 
-// A range of fewer bytes is not worth another thread.
-inline constexpr int64_t kGrainBytes = 128 * 1024;
+// The fewest bytes of a range, and of a loop that is worth another thread. On two cores of
+// an Intel Xeon, relu of 256 KB took 31 us with two threads and 10 with one, upsampling of 256 KB
+// 36 and 11, gelu of 512 KB 41 and 60.
+inline constexpr int64_t kGrainBytes = 128 << 10, kLoopBytes = 512 << 10;
 
-inline int64_t Grain(int64_t bytes_per_iteration) {
-  return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, bytes_per_iteration));
+inline Grain GrainOf(int64_t bytes_per_iteration) {
+  const int64_t bytes = std::max<int64_t>(1, bytes_per_iteration);
+  return {std::max<int64_t>(1, kGrainBytes / bytes), std::max<int64_t>(2, kLoopBytes / bytes)};
 }
 
 template <typename ThreadPool>

@@ -26,7 +26,7 @@ template <typename ThreadPool>
 CpuStatus LaunchMessages(const CpuMessageKernels& kernels, bool is_for_edges, int, int,
                          const MessageCall& call, size_t inputs, const int64_t*, ThreadPool& pool) {
   const auto spread = [&](CpuMessageKernels::Kernel kernel, int64_t n, int64_t bytes) {
-    ParallelFor(pool, n, Grain(bytes),
+    ParallelFor(pool, n, GrainOf(bytes),
                 [&](int64_t begin, int64_t end) { kernel(&call, begin, end); });
   };
   const int64_t row_bytes = 4 * call.columns * static_cast<int64_t>(inputs + 1);

@@ -87,7 +87,7 @@ inline CpuPermute PermuteTilesOf(const PermutePlan& plan, int64_t threads) {
 template <typename ThreadPool>
 CpuStatus LaunchPermute(const PermutePlan& plan, const void* x, void* y, ThreadPool& pool) {
   const CpuPermute tiles = PermuteTilesOf(plan, Threads(pool));
-  ParallelFor(pool, tiles.tiles, Grain(2 * tiles.bytes / tiles.tiles),
+  ParallelFor(pool, tiles.tiles, GrainOf(2 * tiles.bytes / tiles.tiles),
               [&](int64_t begin, int64_t end) { Kernels().PermuteTiles(tiles, x, y, begin, end); });
   return {};
 }

@@ -16,7 +16,8 @@ inline int64_t LeastRows(const RowsProblem& p) { return p.inner == 1 ? 1 : 64; }
 template <typename ThreadPool, typename Call, typename Kernel>
 CpuStatus ForEachRow(ThreadPool& pool, const Call& call, int64_t arrays, const Kernel& kernel) {
   const RowsProblem& p = call.problem;
-  const int64_t grain = std::max(Grain(arrays * p.n * SizeOf(call.type)), LeastRows(p));
+  Grain grain = GrainOf(arrays * p.n * SizeOf(call.type));
+  grain.range = std::max(grain.range, LeastRows(p));
   ParallelFor(pool, p.rows(), grain, [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
   return {};
 }
@@ -65,9 +66,9 @@ CpuStatus LaunchNormVjp(const NormVjpCall& call, ThreadPool& pool) {
   if (call.vectors() == 0) return internal::ForEachRow(pool, call, 3, Kernels().NormVjpRows);
   const RowsProblem& p = call.problem;
   const int64_t row_bytes = 3 * p.n * SizeOf(call.type);
-  ParallelFor(pool, call.parts, Grain(row_bytes * ((p.outer + call.parts - 1) / call.parts)),
+  ParallelFor(pool, call.parts, GrainOf(row_bytes * ((p.outer + call.parts - 1) / call.parts)),
               [&](int64_t begin, int64_t end) { Kernels().NormVjpParts(call, begin, end); });
-  ParallelFor(pool, call.vectors() * p.n, Grain(call.parts * SizeOf(call.type)),
+  ParallelFor(pool, call.vectors() * p.n, GrainOf(call.parts * SizeOf(call.type)),
               [&](int64_t begin, int64_t end) { Kernels().NormVjpSums(call, begin, end); });
   return {};
 }

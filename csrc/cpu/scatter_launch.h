@@ -47,7 +47,7 @@ void ScatterAddSorted(const ScatterCall& call, int64_t result_bytes, ThreadPool&
   // beforehand; for wide rows there are extra units of zero_rows rows, after the other units.
   int64_t zero_rows = 0;
   if (!call.has_operand() && row_bytes > kNarrowRow) {
-    zero_rows = std::max(Grain(row_bytes), rows / (8 * wanted));
+    zero_rows = std::max(GrainOf(row_bytes).range, rows / (8 * wanted));
   } else if (!call.has_operand()) {
     ParallelFor(pool, result_bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
       std::memset(static_cast<char*>(call.result) + begin, 0, end - begin);
@@ -55,7 +55,7 @@ void ScatterAddSorted(const ScatterCall& call, int64_t result_bytes, ThreadPool&
   }
   const int64_t zero_units = zero_rows == 0 ? 0 : (rows + zero_rows - 1) / zero_rows;
   const int64_t bytes = Elements(p, p.rows) * SizeOf(call.type) + result_bytes;
-  ParallelFor(pool, units + zero_units, Grain(bytes / std::max<int64_t>(1, units + zero_units)),
+  ParallelFor(pool, units + zero_units, GrainOf(bytes / std::max<int64_t>(1, units + zero_units)),
               [&](int64_t begin, int64_t end) {
                 if (begin < units) {
                   Kernels().ScatterSorted(call, columns, begin, std::min(end, units));
@@ -66,7 +66,7 @@ void ScatterAddSorted(const ScatterCall& call, int64_t result_bytes, ThreadPool&
                 }
               });
   if (call.splits > 2) {
-    ParallelFor(pool, chunks, Grain(p.inner * 16),
+    ParallelFor(pool, chunks, GrainOf(p.inner * 16),
                 [&](int64_t begin, int64_t end) { Kernels().ScatterCarries(call, begin, end); });
   }
 }
@@ -81,9 +81,9 @@ void ScatterAddPrivate(const ScatterCall& call, int64_t result_bytes, ThreadPool
   const int64_t size = Elements(p, p.size()), copies_bytes = call.splits * SumBytes(call.type);
   const int64_t parts = p.batch * call.splits;
   const int64_t part_bytes = Elements(p, p.rows) * SizeOf(call.type) + size * copies_bytes;
-  ParallelFor(pool, parts, Grain(part_bytes / parts),
+  ParallelFor(pool, parts, GrainOf(part_bytes / parts),
               [&](int64_t begin, int64_t end) { Kernels().ScatterPrivate(call, begin, end); });
-  ParallelFor(pool, size, Grain(copies_bytes),
+  ParallelFor(pool, size, GrainOf(copies_bytes),
               [&](int64_t begin, int64_t end) { Kernels().ScatterCombine(call, begin, end); });
 }
 
@@ -101,7 +101,7 @@ void ScatterInPlace(const ScatterCall& call, int64_t result_bytes, ThreadPool& p
   const int64_t columns = std::max(kInPlaceColumns, (p.inner + threads - 1) / threads);
   const int64_t units = p.batch * ((p.inner + columns - 1) / columns);
   const int64_t moved = Elements(p, p.rows) * SizeOf(call.type);
-  ParallelFor(pool, units, Grain(moved / units), [&](int64_t begin, int64_t end) {
+  ParallelFor(pool, units, GrainOf(moved / units), [&](int64_t begin, int64_t end) {
     Kernels().ScatterInPlace(call, columns, begin, end);
   });
 }
@@ -137,7 +137,7 @@ CpuStatus LaunchGatherRows(const GatherCall& call, ThreadPool& pool) {
   for (int64_t i = 0; i < row_bytes; i += call.element_bytes) {
     std::memcpy(&fill_row[i], call.fill, call.element_bytes);
   }
-  ParallelFor(pool, p.batch * p.rows, Grain(2 * row_bytes), [&](int64_t begin, int64_t end) {
+  ParallelFor(pool, p.batch * p.rows, GrainOf(2 * row_bytes), [&](int64_t begin, int64_t end) {
     Kernels().GatherRows(call, fill_row.data(), begin, end);
   });
   return {};

@@ -19,9 +19,9 @@ CpuStatus LaunchSum(const MessageSumCall& call, SumKernel sum, SumKernel join, T
   });
   const PlannedEdges& edges = call.edges;
   if (edges.count == 0) return {};
-  ParallelFor(pool, edges.chunks, Grain(edges.chunk_length() * row_bytes),
+  ParallelFor(pool, edges.chunks, GrainOf(edges.chunk_length() * row_bytes),
               [&](int64_t begin, int64_t end) { sum(call, begin, end); });
-  ParallelFor(pool, edges.chunks, Grain(2 * row_bytes),
+  ParallelFor(pool, edges.chunks, GrainOf(2 * row_bytes),
               [&](int64_t begin, int64_t end) { join(call, begin, end); });
   return {};
 }
@@ -43,7 +43,7 @@ CpuStatus LaunchAttention(const MessageSumCall& call, ThreadPool& pool) {
 template <typename ThreadPool>
 CpuStatus LaunchAttentionLogits(const AttentionLogitsCall& call, ThreadPool& pool) {
   const int64_t row_bytes = call.heads * call.width * SizeOf(call.type);
-  ParallelFor(pool, call.edges.count, Grain(3 * row_bytes),
+  ParallelFor(pool, call.edges.count, GrainOf(3 * row_bytes),
               [&](int64_t begin, int64_t end) { Kernels().AttentionLogits(call, begin, end); });
   return {};
 }
@@ -51,7 +51,7 @@ CpuStatus LaunchAttentionLogits(const AttentionLogitsCall& call, ThreadPool& poo
 template <typename ThreadPool>
 CpuStatus LaunchEdgeDot(const EdgeDotCall& call, ThreadPool& pool) {
   const int64_t row_bytes = call.heads * call.width * SizeOf(call.type);
-  ParallelFor(pool, call.edges.count, Grain(2 * row_bytes),
+  ParallelFor(pool, call.edges.count, GrainOf(2 * row_bytes),
               [&](int64_t begin, int64_t end) { Kernels().DotEdges(call, begin, end); });
   return {};
 }
@@ -60,11 +60,11 @@ template <typename ThreadPool>
 CpuStatus LaunchSegmentSoftmax(const SegmentSoftmaxCall& call, ThreadPool& pool) {
   const int64_t work = 8 * call.heads * SizeOf(call.type);  // per edge, exponentials included
   const PlannedEdges& edges = call.edges;
-  ParallelFor(pool, edges.chunks, Grain(edges.chunk_length() * work),
+  ParallelFor(pool, edges.chunks, GrainOf(edges.chunk_length() * work),
               [&](int64_t begin, int64_t end) { Kernels().ReduceLogits(call, begin, end); });
-  ParallelFor(pool, edges.chunks, Grain(2 * work),
+  ParallelFor(pool, edges.chunks, GrainOf(2 * work),
               [&](int64_t begin, int64_t end) { Kernels().JoinLogits(call, begin, end); });
-  ParallelFor(pool, edges.count, Grain(work),
+  ParallelFor(pool, edges.count, GrainOf(work),
               [&](int64_t begin, int64_t end) { Kernels().SoftmaxEdges(call, begin, end); });
   return {};
 }

@@ -43,7 +43,7 @@ CpuStatus ForEachRowRange(ThreadPool& pool, const UpsampleProblem& p, int64_t el
                            col_source.data(),
                            p.out_w % p.in_w == 0 ? p.out_w / p.in_w : 0};
   const int64_t row_bytes = (p.in_w + (p.out_h / p.in_h + 1) * p.out_w) * p.inner * element_bytes;
-  ParallelFor(pool, p.outer * p.in_h, Grain(row_bytes),
+  ParallelFor(pool, p.outer * p.in_h, GrainOf(row_bytes),
               [&](int64_t begin, int64_t end) { kernel(tables, begin, end); });
   return {};
 }

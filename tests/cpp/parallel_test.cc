@@ -36,7 +36,7 @@ struct BusyPool {
 };
 
 template <typename Pool>
-void TestCoverage(Pool&& pool, int64_t n, int64_t grain) {
+void TestCoverage(Pool&& pool, int64_t n, const jof::Grain& grain) {
   std::vector<std::atomic<int>> hits(static_cast<size_t>(n));
   jof::ParallelFor(pool, n, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) ++hits[static_cast<size_t>(i)];
@@ -49,7 +49,8 @@ void TestCoverage(Pool&& pool, int64_t n, int64_t grain) {
 
 int main() {
   for (const int64_t n : {0, 1, 2, 7, 64, 1000}) {
-    for (const int64_t grain : {1, 3, 100, 5000}) {
+    for (const jof::Grain grain :
+         {jof::Grain(1), jof::Grain(3), jof::Grain(100), jof::Grain(5000), jof::Grain(3, 50)}) {
       for (const int64_t threads : {1, 2, 5}) TestCoverage(ThreadPerTask{{}, threads}, n, grain);
       TestCoverage(BusyPool{}, n, grain);
     }
