@@ -245,8 +245,8 @@ CHAINS = (
     Worthwhile(
         "cpu",
         # All chains of the suite `kernels`. Smaller arrays, down to 1 MiB, ran at least 1.4x as
-        # fast.
-        "chains ran 3.2 to 6.4x as fast in bfloat16, in which XLA rounds each operation (AMD EPYC)",
+        # fast on an AMD EPYC.
+        "chains ran 2.6 to 4.6x as fast in bfloat16, in which XLA rounds each operation (Xeon)",
         dtypes=("bfloat16",),
         arrays=3,
         results=2,
@@ -255,8 +255,8 @@ CHAINS = (
     ),
     Worthwhile(
         "cpu",
-        # The same suite. Chains without such a function ran 0.89 to 1.68x as fast.
-        "chains with a function such as exp ran 4.4 to 6.2x as fast in float16 (AMD EPYC)",
+        # The same suite. Chains without such a function ran 0.72 to 1.32x as fast.
+        "chains with a function such as exp ran 1.6 to 2.3x as fast in float16 (Intel Xeon)",
         dtypes=("float16",),
         arrays=2,
         least_bytes=1 << 20,
