@@ -22,8 +22,8 @@ __device__ __forceinline__ unsigned ClusterRank() {
   return rank;
 }
 
-// Waits until all threads of the cluster run. This orders no accesses to memory: the barriers in
-// shared memory have their own fence.
+// Waits until all threads of the cluster have arrived, so that all of its blocks exist. Arriving
+// releases nothing: the barriers in shared memory have their own fence.
 __device__ __forceinline__ void SyncCluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::

@@ -607,9 +607,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 // Adds up rows, which are the partial sums of all parts of all images (of all blocks, for small
-// images). A block takes 32 columns of at most kAddedRows rows, and its warps take the rows
-// round-robin. If several blocks have the same columns, each leaves its sums in its first row, and
-// another launch adds these up.
+// images; of all images, if each group has a block). A block takes 32 columns of at most kAddedRows
+// rows, and its warps take the rows round-robin. If several blocks have the same columns, each
+// leaves its sums in its first row, and another launch adds these up.
 constexpr int kAddThreads = 1024;
 constexpr int64_t kAddedRows = 1024;
 

@@ -134,7 +134,7 @@ class GroupBlock {
     }
   }
 
-  // Adds up the values of all threads. May be called twice.
+  // Adds up the values of all threads. May be called twice, with turn 0, then 1.
   template <int kValues>
   __device__ __forceinline__ void Sum(C (&values)[kValues], int turn) const {
     constexpr int kWarp = internal::kWarpSize;

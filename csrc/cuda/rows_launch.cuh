@@ -466,40 +466,47 @@ inline bool PlanWideColumns(const WideRowsTraits& traits, const RowsDevice& devi
   const int64_t most_bytes = device.shared_bytes - traits.exchange_bytes;
   // The most threads on a multiprocessor for which there are enough registers.
   const int most_threads = traits.has_sums ? kWideRowsThreads : 2 * kWideRowsThreads;
-  const int most_held = traits.has_sums ? kWideRowsSums / pack : pack > 4 ? 4 : 5;
-  int held = most_held;
-  // With sums over rows, each team writes a part that is as large as a row of f32. If rows are few,
-  // they get more threads, so that there are fewer teams: the gradient of layer norm of bf16
-  // 512 x 8192 takes 23 us on an H100 with 66 teams and 30 with 264; f32 256 x 16384 takes 29 us
-  // with 132 and 45 with 16.
-  const auto teams = [&] { return int64_t{most_threads} * device.multiprocessors * held / packs; };
-  const int least_held = traits.has_sums && n % pack == 0 ? (pack > 4 ? 1 : 2) : held;
-  while (held > least_held && rows < 8 * teams()) held /= 2;
   const auto blocks_of = [&](int64_t bytes) {
     return std::min<int64_t>(
         most_threads / plan->threads,
         (device.shared_bytes + kReservedBytes) / (bytes + traits.exchange_bytes + kReservedBytes));
   };
-  for (int cluster = 1; cluster <= 8; cluster *= 2) {
-    const auto packs_of = [&](int64_t threads) {
-      return (packs + threads * cluster - 1) / (threads * cluster);
-    };
-    const int64_t threads = std::min<int64_t>((packs_of(held) + 31) / 32 * 32, kWideRowsThreads);
-    *plan = WideRowsPlanOf(pack, rows, n, threads, cluster, packs_of(threads));
-    const int64_t bytes = WideRowsBytes(traits, *plan);
-    const int64_t blocks = blocks_of(bytes);
-    // Prefer small blocks: one loads while another reduces.
-    const bool is_small = threads <= 320 && blocks >= 2;
-    const bool are_few = rows * cluster < device.multiprocessors && plan->packs > 2;
-    if (cluster < 8 && (!is_small || are_few)) continue;
-    if (bytes > most_bytes || (traits.has_sums && plan->packs > most_held)) return false;
-    // Loading a row ahead hides less latency than another block does.
-    plan->stages = 2;
-    const int64_t more = WideRowsBytes(traits, *plan);
-    if (more > most_bytes || blocks_of(more) < blocks) plan->stages = 1;
-    return true;
+  const int most_held = traits.has_sums ? kWideRowsSums / pack : pack > 4 ? 4 : 5;
+  // Plans for threads that have about `held` packs.
+  const auto attempt = [&](int held) {
+    for (int cluster = 1; cluster <= 8; cluster *= 2) {
+      const auto packs_of = [&](int64_t threads) {
+        return (packs + threads * cluster - 1) / (threads * cluster);
+      };
+      const int64_t threads = std::min<int64_t>((packs_of(held) + 31) / 32 * 32, kWideRowsThreads);
+      *plan = WideRowsPlanOf(pack, rows, n, threads, cluster, packs_of(threads));
+      const int64_t bytes = WideRowsBytes(traits, *plan);
+      const int64_t blocks = blocks_of(bytes);
+      // Prefer small blocks: one loads while another reduces.
+      const bool is_small = threads <= 320 && blocks >= 2;
+      const bool are_few = rows * cluster < device.multiprocessors && plan->packs > 2;
+      if (cluster < 8 && (!is_small || are_few)) continue;
+      if (bytes > most_bytes || (traits.has_sums && plan->packs > most_held)) return false;
+      // Loading a row ahead hides less latency than another block does.
+      plan->stages = 2;
+      const int64_t more = WideRowsBytes(traits, *plan);
+      if (more > most_bytes || blocks_of(more) < blocks) plan->stages = 1;
+      return true;
+    }
+    return false;
+  };
+  // With sums over rows, each team writes a part that is as large as a row of f32. If rows are few,
+  // they get more threads, so that there are fewer teams. On an H100, the gradient of layer norm of
+  // bf16 512 x 8192 takes 23 us with 66 teams and 30 with 264. In f32, parts are not larger than
+  // rows: 256 x 16384 takes 29 us with 132 teams and 33 with 33, but 2 x 8192 5 instead of 7.
+  int held = most_held;
+  const int least_held = pack > 4 ? 1 : 2, rows_of_team = pack > 4 ? 8 : 1;
+  const auto teams = [&] { return int64_t{most_threads} * device.multiprocessors * held / packs; };
+  if (traits.has_sums && n % pack == 0) {
+    while (held > least_held && rows < rows_of_team * teams()) held /= 2;
   }
-  return false;
+  // More threads lose more shared memory to rounding.
+  return attempt(held) || (held < most_held && attempt(most_held));
 }
 
 inline bool PlanWideRows(const WideRowsTraits& traits, const RowsDevice& device, int64_t rows,

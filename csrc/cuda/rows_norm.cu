@@ -150,9 +150,9 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
 
 inline constexpr int kColumnThreads = 128;
 
-// Sums over rows, for rows that no team holds whole: part blockIdx.y of the rows, whose sums are
-// stored that many times `vectors() * n` after dscale and dbias. A thread sums a pack of
-// neighbouring columns, with loads that need not be aligned.
+// Sums over rows, for rows that no team holds whole. Part p = blockIdx.y is stored at dscale + p *
+// vectors() * n, and likewise at dbias; if there are several parts, these point to the scratch. A
+// thread sums a pack of neighbouring columns, with loads that need not be aligned.
 template <typename T, bool kCenter>
 __global__ void __launch_bounds__(kColumnThreads, 4)
     ColumnSumsKernel(const NormVjpCall call, int64_t parts) {
@@ -306,7 +306,7 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
     if constexpr (!kIsDouble<T>) {
       WideRowsPlan plan{};
       if (PlanWideRows(program, call.problem, device, &plan) && blocks >= ClassesOf(plan)) {
-        // A team works through classes of rows, which have too few of these.
+        // Each class of rows, one for each offset within a pack, would have too few rows.
         constexpr int64_t kLeastRows = 16;
         if (plan.period > 1 && call.problem.rows() < kLeastRows * plan.period) {
           return LaunchSeparately<T, kCenter, kDsum>(call, device, stream);

@@ -50,7 +50,7 @@ struct GroupNormVjpCall {
   void* dscale;   // (channels) of Compute<T>
   void* dbias;    // (channels) of Compute<T>
   void* terms;    // (images, parts, 2, groups): sums of a part
-  void* columns;  // (images, parts, 2, channels): dscale and dbias of a part
+  void* columns;  // (images, parts, 2, channels): dbias and dscale of a part
   int32_t* marks;
   int64_t parts;
 };

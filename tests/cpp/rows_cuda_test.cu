@@ -11,8 +11,10 @@
 #include <random>
 #include <string>
 
+#include "cuda/compiled_rows.cuh"
 #include "cuda/group_norm.h"
 #include "cuda/rows.h"
+#include "cuda/rows_launch.cuh"
 #include "device.h"
 
 using namespace jof;
@@ -604,15 +606,57 @@ int64_t TestType(const RowsProblem& p, int64_t step) {
   return launches;
 }
 
+// If WideRowsKernel is compiled for a traced program, there is a plan for any number of rows on
+// each GPU with clusters. Returns the number of failures. Needs no GPU.
+int64_t TestWidePlans() {
+  int64_t plans = 0, failures = 0;
+  const auto check = [&](const TracedRowsLayout& layout, int terms, int64_t n) {
+    if (KernelOf(layout, true, n) != TracedRowsKernel::kWide) return;
+    WideRowsTraits traits = WideTraitsOf(layout);
+    traits.exchange_bytes = 2 * 128 * terms * layout.word_bytes + 16;
+    for (const int shared : {99 << 10, 227 << 10}) {
+      for (const int multiprocessors : {20, 132}) {
+        for (const int64_t rows : {1, 16, 500, 100000}) {
+          const RowsDevice device{multiprocessors, shared, true};
+          WideRowsPlan plan{};
+          ++plans;
+          if (PlanWideRows(traits, device, rows, n, &plan)) continue;
+          std::printf("no plan: pack %d, %d arrays, %d vectors, %d sums, %d terms, %ld x %ld\n",
+                      layout.pack, layout.arrays, layout.vectors, layout.sums, terms, long(rows),
+                      long(n));
+          ++failures;
+        }
+      }
+    }
+  };
+  for (const int pack : {4, 8}) {
+    for (int arrays = 1; arrays <= 3; ++arrays) {
+      for (int vectors = 0; vectors <= 2; ++vectors) {
+        for (int sums = 0; sums <= 2; ++sums) {
+          for (const int terms : {1, 4, 8}) {
+            const TracedRowsLayout layout{pack, 16 / pack, 256, 1, sums, 4, arrays, vectors, 1};
+            for (int64_t n = 3072; n < 140000; n += 8 * 37) {
+              check(layout, terms, n);
+              check(layout, terms, n + 3);
+            }
+          }
+        }
+      }
+    }
+  }
+  std::printf("%ld plans of wide rows, %ld failures\n", long(plans), long(failures));
+  return failures;
+}
+
 }  // namespace
 
-// Arguments: "brief" for fewer cases, then a part: "strided", "group_norm", "softmax", "norm" or
-// "long". Without a part, all of them.
+// Arguments: "brief" for fewer cases, then a part: "plans", "strided", "group_norm", "softmax",
+// "norm" or "long". Without a part, all of them.
 int main(int argc, char** argv) {
   const bool brief = argc > 1;  // under compute-sanitizer
   const auto wanted = [=](const char* part) { return argc < 3 || std::strcmp(argv[2], part) == 0; };
   std::atexit([] { std::fprintf(stderr, "ended with %s\n", at_work.c_str()); });
-  int64_t launches = 0;
+  int64_t launches = 0, failures = wanted("plans") ? TestWidePlans() : 0;
   // Rows whose elements are strided.
   const std::vector<RowsProblem> strided = {{3, 5, 7},   {2, 33, 64},  {1, 1000, 24},
                                             {40, 12, 2}, {2, 300, 40}, {1, 3000, 16},
@@ -685,7 +729,6 @@ int main(int argc, char** argv) {
       test(TypeTag<float>());
     }
   }
-  int64_t failures = 0;
   std::printf("%ld launches; at most so many ulp of f16, bf16, f32, f64:\n", long(launches));
   for (const auto& [what, worst] : worst_of) {
     const double* ulps = worst.ulps;
