@@ -20,9 +20,9 @@ inline const CpuKernels& Kernels() {
   return kernels;
 }
 
-// The fewest bytes of a range, and of a loop that is worth another thread. On two cores of
-// an Intel Xeon, relu of 256 KB took 31 us with two threads and 10 with one, upsampling of 256 KB
-// 36 and 11, gelu of 512 KB 41 and 60.
+// The fewest bytes of a range, and of a loop that is worth another thread. On two cores of an Intel
+// Xeon, relu of 256 KB took 31 us with two threads and 10 with one, upsampling of 256 KB 36 and 11,
+// gelu of 512 KB 41 and 60.
 inline constexpr int64_t kGrainBytes = 128 << 10, kLoopBytes = 512 << 10;
 
 inline Grain GrainOf(int64_t bytes_per_iteration) {

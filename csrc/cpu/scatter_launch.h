@@ -49,7 +49,7 @@ void ScatterAddSorted(const ScatterCall& call, int64_t result_bytes, ThreadPool&
   if (!call.has_operand() && row_bytes > kNarrowRow) {
     zero_rows = std::max(GrainOf(row_bytes).range, rows / (8 * wanted));
   } else if (!call.has_operand()) {
-    ParallelFor(pool, result_bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
+    ParallelFor(pool, result_bytes, GrainOf(1), [&](int64_t begin, int64_t end) {
       std::memset(static_cast<char*>(call.result) + begin, 0, end - begin);
     });
   }
@@ -91,7 +91,7 @@ template <typename ThreadPool>
 void ScatterInPlace(const ScatterCall& call, int64_t result_bytes, ThreadPool& pool) {
   const ScatterProblem& p = call.problem;
   if (!call.has_operand()) {
-    ParallelFor(pool, result_bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
+    ParallelFor(pool, result_bytes, GrainOf(1), [&](int64_t begin, int64_t end) {
       std::memset(static_cast<char*>(call.result) + begin, 0, end - begin);
     });
   }
@@ -114,7 +114,7 @@ CpuStatus LaunchScatter(ScatterStrategy strategy, const ScatterCall& call, Threa
   const ScatterProblem& p = call.problem;
   const int64_t result_bytes = internal::Elements(p, p.size()) * SizeOf(call.type);
   if (call.operand != nullptr && call.operand != call.result) {
-    ParallelFor(pool, result_bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
+    ParallelFor(pool, result_bytes, GrainOf(1), [&](int64_t begin, int64_t end) {
       std::memcpy(static_cast<char*>(call.result) + begin,
                   static_cast<const char*>(call.operand) + begin, end - begin);
     });

@@ -14,7 +14,7 @@ using SumKernel = void (*)(const MessageSumCall&, int64_t, int64_t);
 template <typename ThreadPool>
 CpuStatus LaunchSum(const MessageSumCall& call, SumKernel sum, SumKernel join, ThreadPool& pool) {
   const int64_t row_bytes = call.columns() * SizeOf(call.type);
-  ParallelFor(pool, call.segments * row_bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
+  ParallelFor(pool, call.segments * row_bytes, GrainOf(1), [&](int64_t begin, int64_t end) {
     std::memset(static_cast<char*>(call.result) + begin, 0, end - begin);  // segments without edges
   });
   const PlannedEdges& edges = call.edges;

@@ -752,7 +752,7 @@ cudaError_t LaunchGroupNorm(const GroupNormCall& call, cudaStream_t stream) {
     forward.scratch = static_cast<typename GroupMoments<C>::State*>(call.scratch);
     forward.marks = call.marks;
     forward.epsilon = static_cast<C>(call.epsilon);
-    const bool is_aligned = IsAligned(call.x, kPackBytes) && IsAligned(call.y, kPackBytes);
+    const int64_t alignment = AlignmentOf({call.x, call.y});
     DeviceLimits device{};
     const cudaError_t status = GetDeviceLimits(&device);
     if (status != cudaSuccess) return status;
@@ -766,8 +766,7 @@ cudaError_t LaunchGroupNorm(const GroupNormCall& call, cudaStream_t stream) {
             <<<static_cast<unsigned>(plan.blocks), plan.threads, 0, stream>>>(forward, plan);
       };
       if (PrefersGroupBlocks(call.problem, sizeof(T), false, fits_tiles) &&
-          TryGroupBlocks<T, 1>(call.problem, AlignmentOf({call.x, call.y}), multiprocessors,
-                               on_groups)) {
+          TryGroupBlocks<T, 1>(call.problem, alignment, multiprocessors, on_groups)) {
         return cudaGetLastError();
       }
       if (fits_tiles) {
@@ -775,8 +774,9 @@ cudaError_t LaunchGroupNorm(const GroupNormCall& call, cudaStream_t stream) {
                                            tiles.elements() * sizeof(C), stream, forward, tiles);
       }
       GroupNormPlan plan;
-      return Launch<GroupNormForwardBody<T, kSilu>, 3, 3>(
-          forward, call.problem, is_aligned, multiprocessors, call.parts, &plan, stream);
+      return Launch<GroupNormForwardBody<T, kSilu>, 3, 3>(forward, call.problem,
+                                                          alignment == kPackBytes, multiprocessors,
+                                                          call.parts, &plan, stream);
     };
     return call.silu ? launch(std::true_type()) : launch(std::false_type());
   });
@@ -800,8 +800,7 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
     backward.columns[1] = columns + call.problem.channels;
     backward.columns_step = 2 * call.problem.channels;
     backward.marks = call.marks;
-    const bool is_aligned = IsAligned(call.x, kPackBytes) && IsAligned(call.dy, kPackBytes) &&
-                            IsAligned(call.dx, kPackBytes);
+    const int64_t alignment = AlignmentOf({call.x, call.dy, call.dx});
     DeviceLimits device{};
     cudaError_t status = GetDeviceLimits(&device);
     if (status != cudaSuccess) return status;
@@ -822,8 +821,7 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
       ImageTilesPlan tiles;
       const bool fits_tiles = PlanImageTiles(call.problem, 2 * sizeof(C), multiprocessors, &tiles);
       if (PrefersGroupBlocks(call.problem, sizeof(T), true, fits_tiles) &&
-          TryGroupBlocks<T, 2>(call.problem, AlignmentOf({call.x, call.dy, call.dx}),
-                               multiprocessors, on_groups)) {
+          TryGroupBlocks<T, 2>(call.problem, alignment, multiprocessors, on_groups)) {
         status = cudaGetLastError();
         sums = call.problem.images;
         if (sums == 1) return status;
@@ -835,7 +833,8 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
       } else {
         GroupNormPlan plan;
         status = Launch<GroupNormBackwardBody<T, kSilu>, 2, 2>(
-            backward, call.problem, is_aligned, multiprocessors, call.parts, &plan, stream);
+            backward, call.problem, alignment == kPackBytes, multiprocessors, call.parts, &plan,
+            stream);
         sums = call.problem.images * plan.parts;
       }
       if (status != cudaSuccess) return status;

@@ -4,12 +4,14 @@
 // share are read by both, mostly from the L2 cache.
 //
 // The kernels of group_norm.cu have several blocks for each image, which wait for each other.
-// Measured on an H100 in us, with the time of those kernels in brackets, and XLA's:
-//   value                                   value and gradient
-//   f16 1 x 106 x 2048     4 (17)    8      f32 1 x 1 x 2048       5 (25)    4
-//   f16 1 x 433 x 2048     7 (20)    10     f32 16 x 64 x 512      11 (30)   23
-//   f16 3 x 512 x 1024     5 (18)    14     bf16 1 x 1024 x 640    19 (39)   41
-//   f32 256 x 256 x 128    65 (42)   30     f32 173 x 8 x 2048     32 (56)   66
+// Measured on an H100 in us, with the time of those kernels in brackets, and XLA's. Gradients in 16
+// bits had packs of up to eight elements then.
+//   value                               value and gradient
+//   f16 1 x 106 x 2048    4 (17)   8    f32 1 x 1 x 2048      5 (25)      4
+//   f16 1 x 433 x 2048    7 (20)   10   f32 16 x 64 x 512     11 (30)     23
+//   f16 3 x 512 x 1024    5 (18)   14   bf16 1 x 1024 x 640   19 (39)     41
+//                                       f32 173 x 8 x 2048    32 (56)     66
+//                                       f32 256 x 256 x 128   148 (119)   154
 #pragma once
 
 #include <algorithm>
@@ -96,9 +98,8 @@ class GroupBlock {
     image_ = static_cast<int>(image);
     first_channel_ = group * plan.width;
     channel_ = first_channel_ + static_cast<int>(threadIdx.x - pixel * plan.packs) * V;
-    pixel_ = static_cast<int>(pixel);
-    left_ = pixel_ < plan.along ? plan.pixels - pixel_ : 0;
-    at_ = (int64_t{image} * plan.pixels + pixel_) * plan.channels + channel_;
+    left_ = static_cast<int>(pixel) < plan.along ? plan.pixels - static_cast<int>(pixel) : 0;
+    at_ = (int64_t{image} * plan.pixels + pixel) * plan.channels + channel_;
     ForEachPack([&](int k, int64_t at) {
       JOF_UNROLL
       for (int a = 0; a < kInputs; ++a) x_[a][k] = LoadPack<V>(in[a] + at);
@@ -178,9 +179,9 @@ class GroupBlock {
  private:
   const GroupBlocksPlan& plan_;
   int image_, first_channel_;
-  int channel_, pixel_;  // this thread's first ones
-  int left_;             // pixels from this thread's first one on
-  int64_t at_;           // index of this thread's first element
+  int channel_;  // this thread's first one
+  int left_;     // pixels from this thread's first one on
+  int64_t at_;   // index of this thread's first element
   Pack<T, V> x_[kInputs][kHeld];
 };
 

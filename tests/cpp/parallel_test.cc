@@ -47,7 +47,19 @@ void TestCoverage(Pool&& pool, int64_t n, const jof::Grain& grain) {
   }
 }
 
+// A loop that is too short for several threads schedules nothing.
+void TestShortLoop() {
+  BusyPool pool;
+  int64_t covered = 0;
+  const auto count = [&](int64_t begin, int64_t end) { covered += end - begin; };
+  jof::ParallelFor(pool, 49, jof::Grain(3, 50), count);
+  JOF_CHECK(covered == 49 && pool.tasks.empty(), "%ld tasks", long(pool.tasks.size()));
+  jof::ParallelFor(pool, 50, jof::Grain(3, 50), count);
+  JOF_CHECK(!pool.tasks.empty(), "a loop of %d iterations ran on one thread", 50);
+}
+
 int main() {
+  TestShortLoop();
   for (const int64_t n : {0, 1, 2, 7, 64, 1000}) {
     for (const jof::Grain grain :
          {jof::Grain(1), jof::Grain(3), jof::Grain(100), jof::Grain(5000), jof::Grain(3, 50)}) {
