@@ -11,6 +11,15 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The same pointer to shared memory, as a value that stays in a register. Otherwise, nvcc computes
+// the start of shared memory again in every loop and branch.
+template <typename T>
+__device__ __forceinline__ T* KeepInRegister(T* shared) {
+  uint32_t address = SharedAddress(shared);
+  asm volatile("" : "+r"(address));
+  return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
 // Loads and stores words of 2 or 4 bytes at an address in shared memory. Assembly makes an address
 // and a constant one operand: from C++, nvcc computes the start of shared memory again in every
 // branch.

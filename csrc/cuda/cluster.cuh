@@ -61,9 +61,11 @@ __device__ __forceinline__ void WaitForBytes(uint64_t* barrier, bool phase) {
 #endif
 }
 
-// Stores to the same shared variable of block `rank` of the cluster, and counts at its barrier.
-template <typename C>
-__device__ __forceinline__ void StoreAsync(C* shared, uint64_t* barrier, unsigned rank, C value) {
+// Stores to the same shared variables of block `rank` of the cluster, and counts at its barrier. If
+// kIsAligned, they are aligned to 16 bytes, and four values of 4 bytes are one store.
+template <bool kIsAligned, typename C, int kCount>
+__device__ __forceinline__ void StoreAsync(C* shared, uint64_t* barrier, unsigned rank,
+                                           const C (&values)[kCount]) {
 #if __CUDA_ARCH__ >= 900
   uint32_t address, counter;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -72,16 +74,29 @@ __device__ __forceinline__ void StoreAsync(C* shared, uint64_t* barrier, unsigne
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
       : "=r"(counter)
       : "r"(SharedAddress(barrier)), "r"(rank));
-  if constexpr (sizeof(C) == 8) {
+  if constexpr (kIsAligned && sizeof(C) == 4 && kCount == 4) {
     asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address),
-        "l"(FloatToBits(value)), "r"(counter)
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(address),
+        "r"(FloatToBits(values[0])), "r"(FloatToBits(values[1])), "r"(FloatToBits(values[2])),
+        "r"(FloatToBits(values[3])), "r"(counter)
         : "memory");
   } else {
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
-        "r"(FloatToBits(value)), "r"(counter)
-        : "memory");
+    JOF_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      const uint32_t at = address + i * static_cast<int>(sizeof(C));
+      if constexpr (sizeof(C) == 8) {
+        asm volatile(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(at),
+            "l"(FloatToBits(values[i])), "r"(counter)
+            : "memory");
+      } else {
+        asm volatile(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(at),
+            "r"(FloatToBits(values[i])), "r"(counter)
+            : "memory");
+      }
+    }
   }
 #endif
 }

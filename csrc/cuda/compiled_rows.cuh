@@ -74,11 +74,22 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const TracedRowsLayout& 
 
 enum class TracedRowsKernel { kRows, kWhole, kWide };
 
+// Whether WideRowsKernel holds rows in registers. It does so for layer norm, for example.
+JOF_HOST_DEVICE constexpr bool IsHeld(const TracedRowsLayout& layout) {
+  return layout.vectors > 0 && layout.sums == 0 && layout.arrays == 1;
+}
+
 // The properties of a definition that the plan of WideRowsKernel depends on, except exchange_bytes,
 // which is 0.
 JOF_HOST_DEVICE constexpr WideRowsTraits WideTraitsOf(const TracedRowsLayout& layout) {
-  return {layout.arrays, layout.pack, layout.vectors * layout.pack * layout.word_bytes / kPackBytes,
-          layout.sums > 0, 0};
+  return {layout.arrays,
+          layout.pack,
+          layout.vectors > 0 || layout.sums > 0,
+          layout.sums > 0,
+          IsHeld(layout),
+          layout.vectors * layout.pack * layout.word_bytes / kPackBytes,
+          0,
+          0};
 }
 
 // The kernel for a definition. Rows of WideRowsKernel must fit in the shared memory of a cluster on
@@ -91,11 +102,12 @@ JOF_HOST_DEVICE constexpr TracedRowsKernel KernelOf(const TracedRowsLayout& layo
   const int64_t packs = n / layout.pack;
   bool fits = packs >= 1024 && packs * kPackBytes * layout.arrays <= 8 * (64 << 10);
   const WideRowsTraits traits = WideTraitsOf(layout);
-  if (traits.HasColumns()) {
+  if (traits.has_columns) {
     const int64_t bytes = packs * kPackBytes * (layout.arrays + traits.vector_slots);
-    const int64_t most = 8 * kWideRowsThreads * kWideRowsSums / layout.pack;
+    const int held = IsHeld(layout) ? WideRowsHeld(layout.pack) : kWideRowsSums / layout.pack;
+    const bool has_any = layout.sums == 0 && !IsHeld(layout);  // any number of packs
     fits = n >= LeastWideColumns(layout.pack) && bytes <= 8 * (76 << 10) && layout.vectors <= 2 &&
-           layout.sums <= 2 && (layout.sums == 0 || packs + 2 <= most);
+           layout.sums <= 2 && (has_any || packs + 2 <= 8 * kWideRowsThreads * held);
   }
   return has_clusters && is_held && layout.reductions > 0 && layout.arrays <= 3 && fits
              ? TracedRowsKernel::kWide
@@ -175,6 +187,8 @@ struct TracedRowsProgram<Definition, Tuple<A...>, Tuple<V...>, Tuple<O...>> {
 
   JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return false; }
   JOF_HOST_DEVICE static constexpr bool HasMaximum() { return false; }
+  JOF_HOST_DEVICE static constexpr bool HoldsRow() { return IsHeld(kLayout); }
+  JOF_HOST_DEVICE static constexpr int PartValues() { return 0; }
   JOF_HOST_DEVICE static constexpr int ValuesOf(int r) { return Definition::TermsOf(r); }
   static constexpr int kValues = Definition::kMostTerms;
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int r) { return Definition::UsesVectors(r); }
@@ -338,7 +352,7 @@ struct TracedRows<Definition, TracedRowsKernel::kWide> {
   using Plan = WideRowsPlan;
   using Program = TracedRowsProgram<Definition>;
   static constexpr int kThreads = kWideRowsThreads;
-  static constexpr int kBlocks = WideRowsBlocks(Program::kColumnSums > 0);
+  static constexpr int kBlocks = WideRowsBody<Program>::kBlocks;
 
   __device__ __forceinline__ static void Run(const TracedRowsCall& call, const Plan& plan) {
     using Body = WideRowsBody<Program>;

@@ -19,8 +19,8 @@
 //
 // Most programs with aligned arrays run on faster kernels: rows_whole.cuh, rows_tiles.cuh for rows
 // of a few elements, rows_wide.cuh for long rows. This one is for float64, misaligned arrays, long
-// rows on GPUs without clusters, norms of 16-bit rows of odd lengths from 513 to 3,071 unless rows
-// are few, the gradients of norms of such rows up to 3,071, and those of f32 rows up to 4,608. For
+// rows on GPUs without clusters, norms of some thousand 16-bit rows of odd lengths from 513 to
+// 3,071, the gradients of norms of such rows up to 3,071, and those of f32 rows up to 4,608. For
 // traced programs, KernelOf in compiled_rows.cuh chooses the kernel.
 //
 // Measured on an H200, in percent of the speed of a copy, bf16 and f32:
@@ -96,6 +96,13 @@ struct RowVector {
 // RowsKernel reads each row once, however wide, for a program without outputs: it reduces parts of
 // a row as if they were rows. GetPart(row, values) gets the values of a part, CombineParts(a, b)
 // combines those of two parts, and SetPart(values, &row) sets the row from the combined values.
+//
+// WideRowsKernel holds rows in registers if HoldsRow(). If PartValues() > 0, it reduces the part of
+// a row that a warp has as if it were a row. GetPart(part, values, count, &out) gets PartValues()
+// values that describe a part of `count` elements, from its row and the values of its last
+// reduction. AccumulatePart<r>(row, out, &values) adds to the values of reduction r what
+// Accumulate<r> would add for all elements of the part. If kReplaces, Adopt(part, &row) is called
+// for the row that replaced elements of this warp refer to.
 
 // Defaults that programs inherit. The elements that a thread holds take 32 registers.
 template <typename T, int kArrays>
@@ -116,6 +123,8 @@ struct RowsProgram {
   static constexpr int kThreads = 512, kBlocks = 1;
   JOF_HOST_DEVICE static constexpr bool HasMaximum() { return false; }
   JOF_HOST_DEVICE static constexpr bool KeepsNeutral() { return false; }
+  JOF_HOST_DEVICE static constexpr bool HoldsRow() { return false; }
+  JOF_HOST_DEVICE static constexpr int PartValues() { return 0; }
   // Whether WholeRowsKernel needs more than 64 registers for one input and rows without edges.
   JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return false; }
   static constexpr bool kNames = false;

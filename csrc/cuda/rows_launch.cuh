@@ -399,8 +399,8 @@ inline int64_t PacksOf(int64_t n, int pack) {
 
 // Shared memory for arrays and row vectors.
 inline int64_t WideRowsBytes(const WideRowsTraits& traits, const WideRowsPlan& plan) {
-  return int64_t{plan.packs} * plan.threads * kPackBytes *
-         (plan.stages * traits.inputs + traits.vector_slots);
+  const int64_t slots = int64_t{plan.packs} * (plan.stages * traits.inputs + traits.vector_slots);
+  return (slots + traits.missing_slots) * plan.threads * kPackBytes;
 }
 
 // The number of classes of rows. In the rows of a class, packs begin at the same columns.
@@ -456,44 +456,56 @@ inline bool PlanWideElements(const WideRowsTraits& traits, const RowsDevice& dev
   return bytes() <= most_bytes;
 }
 
-// The same for programs with row vectors or sums over rows. Sums are in registers and vectors in
-// shared memory, so a thread has few packs.
+// The blocks of a plan that run on a multiprocessor, which has registers for `most_threads`
+// threads.
+inline int64_t BlocksOf(const WideRowsTraits& traits, const RowsDevice& device, int most_threads,
+                        const WideRowsPlan& plan) {
+  const int64_t bytes = WideRowsBytes(traits, plan) + traits.exchange_bytes + kReservedBytes;
+  return std::min<int64_t>(most_threads / plan.threads,
+                           (device.shared_bytes + kReservedBytes) / bytes);
+}
+
+// Plans clusters of small blocks: one loads while another reduces. Threads have from `least` to
+// `held` packs of a row, of which fewest are empty. False if rows are too long.
+inline bool PlanSmallBlocks(const WideRowsTraits& traits, const RowsDevice& device, int64_t rows,
+                            int64_t n, int held, int least, int most_threads, WideRowsPlan* plan) {
+  constexpr int kWarp = internal::kWarpSize;
+  const int64_t packs = PacksOf(n, traits.pack);
+  for (int cluster = 1; cluster <= 8; cluster *= 2) {
+    int64_t threads = 0, each = 0;
+    for (int aim = held; aim >= least; --aim) {
+      const int64_t warps = (packs + kWarp * cluster * aim - 1) / (kWarp * cluster * aim);
+      const int64_t have = kWarp * std::min<int64_t>(warps, kWideRowsThreads / kWarp);
+      const int64_t of_each = (packs + have * cluster - 1) / (have * cluster);
+      if (threads > 0 && have * of_each >= threads * each) continue;
+      threads = have;
+      each = of_each;
+    }
+    *plan = WideRowsPlanOf(traits.pack, rows, n, threads, cluster, each);
+    const bool is_small = threads <= 320 && BlocksOf(traits, device, most_threads, *plan) >= 2;
+    const bool are_few = rows * cluster < device.multiprocessors && each > 2;
+    if (is_small && !are_few) break;
+  }
+  return WideRowsBytes(traits, *plan) <= device.shared_bytes - traits.exchange_bytes;
+}
+
+// Plans WideRowsKernel for programs with row vectors or sums over rows. Sums are in registers and
+// vectors in shared memory, so a thread has few packs.
 inline bool PlanWideColumns(const WideRowsTraits& traits, const RowsDevice& device, int64_t rows,
                             int64_t n, WideRowsPlan* plan) {
   const int pack = traits.pack;
   const int64_t packs = PacksOf(n, pack);
   if (!device.has_clusters || n < LeastWideColumns(pack)) return false;
-  const int64_t most_bytes = device.shared_bytes - traits.exchange_bytes;
-  // The most threads on a multiprocessor for which there are enough registers.
-  const int most_threads = traits.has_sums ? kWideRowsThreads : 2 * kWideRowsThreads;
-  const auto blocks_of = [&](int64_t bytes) {
-    return std::min<int64_t>(
-        most_threads / plan->threads,
-        (device.shared_bytes + kReservedBytes) / (bytes + traits.exchange_bytes + kReservedBytes));
-  };
   const int most_held = traits.has_sums ? kWideRowsSums / pack : pack > 4 ? 4 : 5;
-  // Plans for threads that have about `held` packs.
+  const int most_threads = traits.has_sums ? kWideRowsThreads : 2 * kWideRowsThreads;
   const auto attempt = [&](int held) {
-    for (int cluster = 1; cluster <= 8; cluster *= 2) {
-      const auto packs_of = [&](int64_t threads) {
-        return (packs + threads * cluster - 1) / (threads * cluster);
-      };
-      const int64_t threads = std::min<int64_t>((packs_of(held) + 31) / 32 * 32, kWideRowsThreads);
-      *plan = WideRowsPlanOf(pack, rows, n, threads, cluster, packs_of(threads));
-      const int64_t bytes = WideRowsBytes(traits, *plan);
-      const int64_t blocks = blocks_of(bytes);
-      // Prefer small blocks: one loads while another reduces.
-      const bool is_small = threads <= 320 && blocks >= 2;
-      const bool are_few = rows * cluster < device.multiprocessors && plan->packs > 2;
-      if (cluster < 8 && (!is_small || are_few)) continue;
-      if (bytes > most_bytes || (traits.has_sums && plan->packs > most_held)) return false;
-      // Loading a row ahead hides less latency than another block does.
-      plan->stages = 2;
-      const int64_t more = WideRowsBytes(traits, *plan);
-      if (more > most_bytes || blocks_of(more) < blocks) plan->stages = 1;
-      return true;
-    }
-    return false;
+    if (!PlanSmallBlocks(traits, device, rows, n, held, held, most_threads, plan)) return false;
+    if (traits.has_sums && plan->packs > most_held) return false;
+    // Loading a row ahead hides less latency than another block does.
+    const int64_t blocks = BlocksOf(traits, device, most_threads, *plan);
+    plan->stages = 2;
+    if (BlocksOf(traits, device, most_threads, *plan) < blocks) plan->stages = 1;
+    return true;
   };
   // With sums over rows, each team writes a part that is as large as a row of f32. If rows are few,
   // they get more threads, so that there are fewer teams. On an H100, the gradient of layer norm of
@@ -509,17 +521,40 @@ inline bool PlanWideColumns(const WideRowsTraits& traits, const RowsDevice& devi
   return attempt(held) || (held < most_held && attempt(most_held));
 }
 
-inline bool PlanWideRows(const WideRowsTraits& traits, const RowsDevice& device, int64_t rows,
+// Plans WideRowsKernel for programs that hold rows in registers.
+inline bool PlanHeldRows(const WideRowsTraits& traits, const RowsDevice& device, int64_t rows,
                          int64_t n, WideRowsPlan* plan) {
-  return traits.HasColumns() ? PlanWideColumns(traits, device, rows, n, plan)
-                             : PlanWideElements(traits, device, rows, n, plan);
+  const int pack = traits.pack, held = WideRowsHeld(pack);
+  // WholeRowsKernel and RowsKernel load vectors element by element if rows have edges. Here, this
+  // is done once for each class of rows.
+  const bool have_edges =
+      pack > 4 && n % pack != 0 && n > 512 && rows >= 32 * device.multiprocessors;
+  if (!device.has_clusters || (n < LeastWideColumns(pack) && !have_edges)) return false;
+  return PlanSmallBlocks(traits, device, rows, n, held, held - 1, kWideRowsThreads, plan) &&
+         plan->packs <= held;
 }
 
+inline bool PlanWideRows(const WideRowsTraits& traits, const RowsDevice& device, int64_t rows,
+                         int64_t n, WideRowsPlan* plan) {
+  if (traits.holds_row) return PlanHeldRows(traits, device, rows, n, plan);
+  return traits.has_columns ? PlanWideColumns(traits, device, rows, n, plan)
+                            : PlanWideElements(traits, device, rows, n, plan);
+}
+
+// Plans WideRowsKernel for a program. False if it does not handle these rows.
 template <typename Program>
 bool PlanWideRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
-                  WideRowsPlan* plan) {
-  return AreAligned(program) &&
-         PlanWideRows(WideRowsBody<Program>::kTraits, device, problem.rows(), problem.n, plan);
+                  WideRowsPlan* plan, WideRowsTraits* traits) {
+  using Body = WideRowsBody<Program>;
+  *traits = Body::kTraits;
+  if constexpr (Program::kVectors > 0) {
+    for (const RowVector& vector : program.vectors) {
+      if (vector.data != nullptr) continue;
+      traits->vector_slots -= Body::kSlotsOfVector;
+      traits->missing_slots += Body::kSlotsOfVector;
+    }
+  }
+  return AreAligned(program) && PlanWideRows(*traits, device, problem.rows(), problem.n, plan);
 }
 
 // Sets the number of teams to those that run at a time, and the launch configuration. `parts` is
@@ -547,14 +582,14 @@ inline cudaError_t ConfigureWideRows(const void* kernel, const WideRowsTraits& t
 }
 
 template <typename Program>
-cudaError_t LaunchWideRows(const Program& program, WideRowsPlan plan, const RowsDevice& device,
-                           cudaStream_t stream, int64_t* parts = nullptr) {
+cudaError_t LaunchWideRows(const Program& program, const WideRowsTraits& traits, WideRowsPlan plan,
+                           const RowsDevice& device, cudaStream_t stream,
+                           int64_t* parts = nullptr) {
   const auto kernel = WideRowsKernel<Program>;
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};
-  const cudaError_t status =
-      ConfigureWideRows(reinterpret_cast<const void*>(kernel), WideRowsBody<Program>::kTraits,
-                        device, parts, stream, &plan, &attribute, &config);
+  const cudaError_t status = ConfigureWideRows(reinterpret_cast<const void*>(kernel), traits,
+                                               device, parts, stream, &plan, &attribute, &config);
   if (status != cudaSuccess) return status;
   return cudaLaunchKernelEx(&config, kernel, program, plan);
 }
@@ -570,8 +605,9 @@ cudaError_t LaunchLongRows(const Program& program, const RowsProblem& problem,
     // 1000; f32 of 16,384 columns 15 and 14 us for 264 rows, 19 and 23 for 400.
     const bool is_better = Program::kOutputs > 0 || problem.rows() <= 2 * device.multiprocessors;
     WideRowsPlan plan{};
-    if (is_better && PlanWideRows(program, problem, device, &plan)) {
-      return LaunchWideRows(program, plan, device, stream);
+    WideRowsTraits traits{};
+    if (is_better && PlanWideRows(program, problem, device, &plan, &traits)) {
+      return LaunchWideRows(program, traits, plan, device, stream);
     }
   }
   return LaunchFlatRows(program, problem, device, stream);

@@ -23,9 +23,11 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
   struct Row {
     C centre;
     NormStats<T, kCenter> stats;
+    C offset;  // of normalized elements that were replaced by differences from another centre
   };
   // Whether an element is replaced by its difference from the centre.
   static constexpr bool kReplaces = kCenter && !kResidual && !M::kHasRest;
+  JOF_HOST_DEVICE static constexpr bool HoldsRow() { return true; }
   const T* in[kInputs];
   T* out[kOutputs];
   RowVector vectors[2];  // scale, bias
@@ -73,9 +75,34 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
           NormStats<T, kCenter>::Of(M::Of(row->centre, {values[0], values[1]}, n), epsilon);
     }
   }
+  // A part: its centre, the sums of the differences from it and of their squares, and the count.
+  JOF_HOST_DEVICE static constexpr int PartValues() { return kCenter ? 4 : 0; }
+  __device__ __forceinline__ void GetPart(const Row& part, const C (&values)[2], C count,
+                                          C (&out)[4]) const {
+    out[0] = count > 0 ? part.centre : C(0);  // not NaN
+    out[1] = values[0];
+    out[2] = values[1];
+    out[3] = count;
+  }
+  template <int r>
+  __device__ __forceinline__ void AccumulatePart(const Row& row, const C (&part)[4],
+                                                 C (&values)[ValuesOf(r)]) const {
+    const C centre = part[0], rest = part[1], square = part[2], count = part[3];
+    if constexpr (IsPeak(r)) {
+      values[0] += MulAdd(centre, count, rest);
+    } else {
+      const C by = centre - row.centre;
+      if (M::kHasRest) values[0] += MulAdd(count, by, rest);
+      values[1] += MulAdd(by, MulAdd(count, by, 2 * rest), square);
+    }
+  }
+  __device__ __forceinline__ void Adopt(const Row& part, Row* row) const {
+    row->offset = (part.centre - row->centre) * row->stats.rstd;
+  }
   __device__ __forceinline__ void Map(const Row& row, int, const C (&x)[kInputs], const C* v,
                                       C (&y)[kOutputs], C*) const {
-    const C normalized = kReplaces ? x[0] * row.stats.rstd : row.stats.Normalized(x[0]);
+    const C normalized =
+        kReplaces ? MulAdd(x[0], row.stats.rstd, row.offset) : row.stats.Normalized(x[0]);
     y[0] = MulAdd(normalized, v[0], v[1]);
     if constexpr (kResidual) y[1] = x[0];
   }
@@ -305,13 +332,15 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
     }
     if constexpr (!kIsDouble<T>) {
       WideRowsPlan plan{};
-      if (PlanWideRows(program, call.problem, device, &plan) && blocks >= ClassesOf(plan)) {
+      WideRowsTraits traits{};
+      if (PlanWideRows(program, call.problem, device, &plan, &traits) &&
+          blocks >= ClassesOf(plan)) {
         // Each class of rows, one for each offset within a pack, would have too few rows.
         constexpr int64_t kLeastRows = 16;
         if (plan.period > 1 && call.problem.rows() < kLeastRows * plan.period) {
           return LaunchSeparately<T, kCenter, kDsum>(call, device, stream);
         }
-        status = LaunchWideRows(program, plan, device, stream, &blocks);
+        status = LaunchWideRows(program, traits, plan, device, stream, &blocks);
         return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
       }
     }

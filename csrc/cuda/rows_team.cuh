@@ -142,10 +142,7 @@ __device__ __forceinline__ void ReduceTeam(const RowsTeam& team, Exchange<C, kMo
       ExpectBytes(barrier, team.cluster * kValues * static_cast<int>(sizeof(C)));
     }
     if (threadIdx.x < team.cluster) {
-      JOF_UNROLL
-      for (int i = 0; i < kValues; ++i) {
-        StoreAsync(&of_blocks[ClusterRank()][i], barrier, threadIdx.x, values[i]);
-      }
+      StoreAsync<false>(&of_blocks[ClusterRank()][0], barrier, threadIdx.x, values);
     }
     WaitForBytes(barrier, *turn >> 1 & 1);
     JOF_UNROLL

@@ -644,6 +644,31 @@ int64_t TestWidePlans() {
       }
     }
   }
+  // Norms hold rows in registers, with or without their vectors. Rows of any length between the
+  // limits have a plan that fits, in which threads hold no more packs than they have registers for.
+  for (const int pack : {4, 8}) {
+    const int slots = pack / 4, held = WideRowsHeld(pack);
+    const int64_t most = int64_t{8} * kWideRowsThreads * held * pack;
+    for (int present = 0; present <= 2; ++present) {
+      const WideRowsTraits traits{
+          1, pack, true, false, true, present * slots, (2 - present) * slots, 4 << 10};
+      for (int64_t n = LeastWideColumns(pack); n < most - pack; n += 8 * 37 + 3) {
+        for (const int64_t rows : {1, 500, 100000}) {
+          const RowsDevice device{132, 227 << 10, true};
+          WideRowsPlan plan{};
+          ++plans;
+          if (PlanWideRows(traits, device, rows, n, &plan) && plan.packs <= held &&
+              WideRowsBytes(traits, plan) + traits.exchange_bytes <= device.shared_bytes &&
+              int64_t{plan.packs} * plan.threads * plan.cluster >= PacksOf(n, pack)) {
+            continue;
+          }
+          std::printf("no plan: pack %d, %d vectors, %ld x %ld\n", pack, present, long(rows),
+                      long(n));
+          ++failures;
+        }
+      }
+    }
+  }
   std::printf("%ld plans of wide rows, %ld failures\n", long(plans), long(failures));
   return failures;
 }
@@ -716,7 +741,7 @@ int main(int argc, char** argv) {
           // Odd lengths, with enough rows for each number of lanes and packs of a thread.
           RowsProblem{17000, 66, 1}, RowsProblem{8500, 131, 1}, RowsProblem{8500, 257, 1},
           RowsProblem{4300, 333, 1}, RowsProblem{4300, 515, 1}, RowsProblem{2200, 577, 1},
-          RowsProblem{300, 6001, 1}}) {
+          RowsProblem{300, 6001, 1}, RowsProblem{4300, 1030, 1}, RowsProblem{4300, 2999, 1}}) {
       const auto test = [&](auto tag) {
         using T = typename decltype(tag)::type;
         TestSoftmax<T>(p, false, 0, 0);
