@@ -145,8 +145,10 @@ def sum_of_masked(x, mask):
 
 def row_kernel(ptx: str) -> str:
     """The name of the kernel that a function of rows is compiled to, by the size of its plan."""
+    plan_bytes = {"whole": 32, "wide": 48, "rows": 64}  # WholeRowsPlan, WideRowsPlan, RowsPlan
     (size,) = re.findall(r"_param_1\[(\d+)\]", ptx)
-    return {32: "whole", 48: "wide", 64: "rows"}[int(size)]
+    (found,) = [kernel for kernel, bytes_ in plan_bytes.items() if bytes_ == int(size)]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def row_kernel(ptx: str) -> str:
         (rms_norm, ["bfloat16"] * 2, 1001, None, "rows"),
         (rms_norm, ["bfloat16"] * 2, 16384, None, "wide"),
         (rms_norm, ["float32"] * 2, 50257, None, "wide"),
-        (rms_norm, ["bfloat16"] * 2, 163900, None, "rows"),  # more than the registers of a cluster
+        (rms_norm, ["bfloat16"] * 2, 105000, None, "rows"),  # more than a cluster holds
         (rms_norm, ["bfloat16"] * 2, 50257, "vjp", "wide"),
         (rms_norm, ["float32"] * 2, 50257, "vjp", "wide"),
         (rms_norm, ["float32"] * 2, 131076, "vjp", "rows"),  # more sums than registers hold

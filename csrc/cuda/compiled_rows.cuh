@@ -52,8 +52,8 @@ JOF_HOST_DEVICE constexpr RowsTraits TraitsOf(const TracedRowsLayout& layout) {
 }
 
 // The instance of WholeRowsKernel for a definition, on the assumption that there are many rows.
-// There is none (0 lanes) for 8-byte and 1-byte values, for more elements than registers hold, and
-// where built-in functions run RowsKernel, too.
+// There is none (0 lanes) for 8-byte and 1-byte values, for more elements than registers hold, for
+// sums over rows with edges or of f32, and for 16-bit rows with edges and row vectors beyond 512.
 JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const TracedRowsLayout& layout, int64_t n) {
   const bool is_narrow = layout.pack == 8, has_edges = n % layout.pack != 0;
   if (layout.word_bytes != 4 || (layout.pack != 4 && !is_narrow)) return {};
@@ -94,22 +94,21 @@ JOF_HOST_DEVICE constexpr WideRowsTraits WideTraitsOf(const TracedRowsLayout& la
 
 // The kernel for a definition. Rows of WideRowsKernel must fit in the shared memory of a cluster on
 // any GPU that has clusters: eight blocks of 99 KB, some of which is lost to padding. Row vectors
-// are there, too. Sums must fit in registers.
+// are there, too. Sums must fit in registers. Rows that are held do, if they fit in shared memory.
 JOF_HOST_DEVICE constexpr TracedRowsKernel KernelOf(const TracedRowsLayout& layout,
                                                     bool has_clusters, int64_t n) {
   if (WholeRowsTeamOf(layout, n).lanes > 0) return TracedRowsKernel::kWhole;
-  const bool is_held = layout.word_bytes == 4 && (layout.pack == 4 || layout.pack == 8);
+  const bool has_words = layout.word_bytes == 4 && (layout.pack == 4 || layout.pack == 8);
   const int64_t packs = n / layout.pack;
   bool fits = packs >= 1024 && packs * kPackBytes * layout.arrays <= 8 * (64 << 10);
   const WideRowsTraits traits = WideTraitsOf(layout);
   if (traits.has_columns) {
     const int64_t bytes = packs * kPackBytes * (layout.arrays + traits.vector_slots);
-    const int held = IsHeld(layout) ? WideRowsHeld(layout.pack) : kWideRowsSums / layout.pack;
-    const bool has_any = layout.sums == 0 && !IsHeld(layout);  // any number of packs
+    const int64_t most = 8 * kWideRowsThreads * kWideRowsSums / layout.pack;
     fits = n >= LeastWideColumns(layout.pack) && bytes <= 8 * (76 << 10) && layout.vectors <= 2 &&
-           layout.sums <= 2 && (has_any || packs + 2 <= 8 * kWideRowsThreads * held);
+           layout.sums <= 2 && (layout.sums == 0 || packs + 2 <= most);
   }
-  return has_clusters && is_held && layout.reductions > 0 && layout.arrays <= 3 && fits
+  return has_clusters && has_words && layout.reductions > 0 && layout.arrays <= 3 && fits
              ? TracedRowsKernel::kWide
              : TracedRowsKernel::kRows;
 }

@@ -19,9 +19,10 @@
 //
 // Most programs with aligned arrays run on faster kernels: rows_whole.cuh, rows_tiles.cuh for rows
 // of a few elements, rows_wide.cuh for long rows. This one is for float64, misaligned arrays, long
-// rows on GPUs without clusters, norms of some thousand 16-bit rows of odd lengths from 513 to
-// 3,071, the gradients of norms of such rows up to 3,071, and those of f32 rows up to 4,608. For
-// traced programs, KernelOf in compiled_rows.cuh chooses the kernel.
+// rows on GPUs without clusters, norms of rows that are too long for a cluster, norms of 16-bit
+// rows of odd lengths from 513 to 3,071 if there are between 4 and 32 rows per multiprocessor, the
+// gradients of norms of such rows up to 3,071, and those of f32 rows up to 4,608. For traced
+// programs, KernelOf in compiled_rows.cuh chooses the kernel.
 //
 // Measured on an H200, in percent of the speed of a copy, bf16 and f32:
 //                   65536 x 512   131072 x 1024   16384 x 4096   4096 x 32000
@@ -98,11 +99,12 @@ struct RowVector {
 // combines those of two parts, and SetPart(values, &row) sets the row from the combined values.
 //
 // WideRowsKernel holds rows in registers if HoldsRow(). If PartValues() > 0, it reduces the part of
-// a row that a warp has as if it were a row. GetPart(part, values, count, &out) gets PartValues()
-// values that describe a part of `count` elements, from its row and the values of its last
-// reduction. AccumulatePart<r>(row, out, &values) adds to the values of reduction r what
-// Accumulate<r> would add for all elements of the part. If kReplaces, Adopt(part, &row) is called
-// for the row that replaced elements of this warp refer to.
+// a row that a warp has as if it were a row. There must be two reductions. DescribePart(part,
+// values, count, &out) gets PartValues() values that describe a part of `count` elements, from its
+// row and the values of its last reduction. AccumulatePart<r>(row, out, &values) adds to the values
+// of reduction r what Accumulate<r> would add for all elements of the part. If kReplaces, elements
+// were replaced relative to the part of their warp: Adopt(part, &row) sets what Map needs to undo
+// that.
 
 // Defaults that programs inherit. The elements that a thread holds take 32 registers.
 template <typename T, int kArrays>

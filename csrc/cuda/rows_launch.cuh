@@ -465,8 +465,9 @@ inline int64_t BlocksOf(const WideRowsTraits& traits, const RowsDevice& device, 
                            (device.shared_bytes + kReservedBytes) / bytes);
 }
 
-// Plans clusters of small blocks: one loads while another reduces. Threads have from `least` to
-// `held` packs of a row, of which fewest are empty. False if rows are too long.
+// Plans clusters of small blocks: one loads while another reduces. Threads have about `least` to
+// `held` packs of a row, of which fewest are empty, or more if rows are long. False if rows do not
+// fit in shared memory.
 inline bool PlanSmallBlocks(const WideRowsTraits& traits, const RowsDevice& device, int64_t rows,
                             int64_t n, int held, int least, int most_threads, WideRowsPlan* plan) {
   constexpr int kWarp = internal::kWarpSize;

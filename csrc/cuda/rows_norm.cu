@@ -77,9 +77,9 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
   }
   // A part: its centre, the sums of the differences from it and of their squares, and the count.
   JOF_HOST_DEVICE static constexpr int PartValues() { return kCenter ? 4 : 0; }
-  __device__ __forceinline__ void GetPart(const Row& part, const C (&values)[2], C count,
-                                          C (&out)[4]) const {
-    out[0] = count > 0 ? part.centre : C(0);  // not NaN
+  __device__ __forceinline__ void DescribePart(const Row& part, const C (&values)[2], C count,
+                                               C (&out)[4]) const {
+    out[0] = count > 0 ? part.centre : C(0);  // the centre of no elements is NaN
     out[1] = values[0];
     out[2] = values[1];
     out[3] = count;

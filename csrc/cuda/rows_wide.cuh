@@ -1,6 +1,6 @@
-// Rows that are too long for the registers of a block: more than about 8,192 elements, or fewer if
-// there are several arrays. A row is copied unchanged to the shared memory of a block or of a
-// cluster of blocks. So each input is read once and each output is written once.
+// Rows that are too long for the registers of a block: more than about 8,192 elements, fewer if
+// there are several arrays or row vectors. A row is copied unchanged to the shared memory of a
+// block or of a cluster of blocks. So each input is read once and each output is written once.
 //
 // Teams (blocks or clusters) take rows round-robin. Each pass over a row reads shared memory, and
 // the last one stores results. As soon as a thread is done with a pack, it starts to copy the same
@@ -15,7 +15,8 @@
 //
 // A program with row vectors but no sums may hold rows (HoldsRow): the first pass takes the row
 // into registers. So it is read from shared memory once, and the next row is copied while this one
-// is reduced and mapped.
+// is reduced and mapped. A cluster holds rows of up to 131,072 f32 or 163,840 16-bit elements. Many
+// 16-bit rows that begin and end within packs are handled from 513 elements on.
 //
 // Measured on an H200, in us:
 //                       copy   softmax, with its gradient   cross entropy with its gradient
@@ -45,13 +46,14 @@
 //
 // What did not help norms of 8192 x 50257 (us, separate benchmarks): copying f32 vectors to shared
 // memory asynchronously, along with the first row; nor for few rows. Reading vectors from the
-// L2 cache for each row: rms norm of f32 2554. Vectors in registers: layer norm of bf16 757, f32
-// 1479, because fewer blocks fit; rows in registers 642, 915. Reducing a row before the previous
-// one is mapped, to hide the time that the blocks of a cluster wait for each other: the gradient of
-// rms norm of bf16 897; without 849. This helps only if one block fills a multiprocessor. A block
-// barrier before the blocks exchange values: layer norm of bf16 908; without 850. Rounding the
-// number of teams to a multiple of the period: 24 teams instead of 30. Normalizing with one
-// multiply-add: 4 % faster gradients, but elements of constant rows are no longer exactly 0.
+// L2 cache for each row: rms norm of f32 2554. Vectors in registers instead of rows: layer norm of
+// bf16 757 instead of 642, of f32 1479 instead of 915, because fewer blocks fit. Reducing a row
+// before the previous one is mapped, to hide the time that the blocks of a cluster wait for each
+// other: the gradient of rms norm of bf16 897; without 849. This helps only if one block fills a
+// multiprocessor. A block barrier before the blocks exchange values: layer norm of bf16 908;
+// without 850. Rounding the number of teams to a multiple of the period: 24 teams instead of 30.
+// Normalizing with one multiply-add: 4 % faster gradients, but elements of constant rows are no
+// longer exactly 0.
 //
 // Handles the rows.cuh programs that contain a reduction. All arrays must be aligned to 16 bytes,
 // except those of traced programs. Rows may begin and end within packs.
@@ -66,7 +68,7 @@ JOF_NAMESPACE_BEGIN
 inline constexpr int kWideRowsThreads = 512;  // the most threads in a block
 
 // Shorter rows with row vectors or sums over rows are left to other kernels, which are faster for
-// them.
+// them, except for many rows with edges that are held.
 JOF_HOST_DEVICE constexpr int LeastWideColumns(int pack) { return pack > 4 ? 3072 : 4608; }
 
 // Sums over rows are kept in registers. A thread holds them for at most this many elements of a
@@ -116,7 +118,8 @@ class WideRowsBody {
   static constexpr int kSlotsOfVector = V * static_cast<int>(sizeof(C)) / kPackBytes;
   static constexpr int kWays = V < 4 ? V : 4;
   static constexpr int kGroups = 2;  // a group of copies is waited for at once
-  // Traced programs are compiled while the user waits, so their code is kept short.
+  // Traced programs are compiled while the user waits, so their code is kept short, except where
+  // rows are held.
   static constexpr bool kIsUnrolled = kVectors == 0 && !Program::kIsTraced;
   static constexpr int kUnrolledGroups = kIsUnrolled ? kGroups : 1;
   static constexpr int kUnroll = kIsUnrolled ? 3 : 2;
@@ -137,10 +140,12 @@ class WideRowsBody {
     alignas(kPackBytes) C values[2][kMostWarps][kMostValues];
     uint64_t barriers[2];
   };
-  // Blocks of kWideRowsThreads threads that must fit in the registers of a multiprocessor. Vectors
-  // fill shared memory with fewer threads.
+  // Blocks of kWideRowsThreads threads that must fit in the registers of a multiprocessor. With
+  // vectors, shared memory limits threads before registers do.
   static constexpr bool kIsSmall = kHeld == 1 && (kVectors == 0 || Program::kIsTraced);
   static constexpr int kBlocks = kIsSmall ? 2 : 1;
+  static_assert(!kHolds || (kHasColumns && !kIsMaximumOfPairs));
+  static_assert(kPartValues == 0 || kReductions == 2);
   static constexpr WideRowsTraits kTraits = {kInputs,     V,
                                              kHasColumns, kColumnSums > 0,
                                              kHolds,      kVectors* kSlotsOfVector,
@@ -485,7 +490,8 @@ class WideRowsBody {
 
   // Calls visit(k, is_inner) for the packs of group g, or of all groups if g < 0. Packs with edges
   // are left to ForEachEdge: without tests for them, a loop takes a fifth fewer instructions. But
-  // traced programs have one loop, because it compiles faster, and so have those that hold rows.
+  // traced programs have one loop, which compiles faster, and rows that are held have one for all
+  // packs, which is unrolled.
   template <typename Visit>
   __device__ __forceinline__ void ForEachPack(int g, const Visit& visit) const {
     if constexpr (kHolds) {
@@ -708,7 +714,7 @@ class WideRowsBody {
       ReduceElements<0>(next, part, first);
       program_.template Finish<0>(first[0], elements_, &part);
       ReduceElements<1>(next, part, second);
-      program_.GetPart(part, second[0], elements_, mine);
+      program_.DescribePart(part, second[0], elements_, mine);
       const auto& places = Exchange(mine);
       C sums[kFirst], others[kSecond];
       ReducePlaces<0>(

@@ -644,26 +644,37 @@ int64_t TestWidePlans() {
       }
     }
   }
-  // Norms hold rows in registers, with or without their vectors. Rows of any length between the
-  // limits have a plan that fits, in which threads hold no more packs than they have registers for.
+  // Norms hold rows in registers, with or without a residual and their vectors. A plan must fit,
+  // and threads must not hold more packs than they have registers for.
   for (const int pack : {4, 8}) {
-    const int slots = pack / 4, held = WideRowsHeld(pack);
+    const int slots = pack / 4, held = WideRowsHeld(pack), multiprocessors = 132;
     const int64_t most = int64_t{8} * kWideRowsThreads * held * pack;
-    for (int present = 0; present <= 2; ++present) {
-      const WideRowsTraits traits{
-          1, pack, true, false, true, present * slots, (2 - present) * slots, 4 << 10};
-      for (int64_t n = LeastWideColumns(pack); n < most - pack; n += 8 * 37 + 3) {
+    for (int given = 0; given < 6; ++given) {
+      const int inputs = 1 + given % 2, present = given / 2;
+      const WideRowsTraits traits{inputs,
+                                  pack,
+                                  true,
+                                  false,
+                                  true,
+                                  present * slots,
+                                  (2 - present) * slots,
+                                  2 * 128 * 4 * 4 + 16};
+      for (int64_t n = 513; n < most - pack; n += 37) {
         for (const int64_t rows : {1, 500, 100000}) {
-          const RowsDevice device{132, 227 << 10, true};
+          const RowsDevice device{multiprocessors, 227 << 10, true};
           WideRowsPlan plan{};
+          const bool has_plan = PlanWideRows(traits, device, rows, n, &plan);
+          const bool are_many = pack == 8 && n % pack != 0 && rows >= 32 * multiprocessors;
+          // A residual takes more shared memory.
+          const bool must_have = inputs == 1 && (n >= LeastWideColumns(pack) || are_many);
+          const bool fits =
+              plan.packs <= held &&
+              int64_t{plan.packs} * plan.threads * plan.cluster >= PacksOf(n, pack) &&
+              WideRowsBytes(traits, plan) + traits.exchange_bytes <= device.shared_bytes;
           ++plans;
-          if (PlanWideRows(traits, device, rows, n, &plan) && plan.packs <= held &&
-              WideRowsBytes(traits, plan) + traits.exchange_bytes <= device.shared_bytes &&
-              int64_t{plan.packs} * plan.threads * plan.cluster >= PacksOf(n, pack)) {
-            continue;
-          }
-          std::printf("no plan: pack %d, %d vectors, %ld x %ld\n", pack, present, long(rows),
-                      long(n));
+          if (has_plan ? fits : !must_have) continue;
+          std::printf("wrong plan: pack %d, %d arrays, %d vectors, %ld x %ld\n", pack, inputs,
+                      present, long(rows), long(n));
           ++failures;
         }
       }
@@ -741,7 +752,7 @@ int main(int argc, char** argv) {
           // Odd lengths, with enough rows for each number of lanes and packs of a thread.
           RowsProblem{17000, 66, 1}, RowsProblem{8500, 131, 1}, RowsProblem{8500, 257, 1},
           RowsProblem{4300, 333, 1}, RowsProblem{4300, 515, 1}, RowsProblem{2200, 577, 1},
-          RowsProblem{300, 6001, 1}, RowsProblem{4300, 1030, 1}, RowsProblem{4300, 2999, 1}}) {
+          RowsProblem{300, 6001, 1}, RowsProblem{4300, 2999, 1}}) {
       const auto test = [&](auto tag) {
         using T = typename decltype(tag)::type;
         TestSoftmax<T>(p, false, 0, 0);
@@ -753,6 +764,8 @@ int main(int argc, char** argv) {
       test(TypeTag<BFloat16>());
       test(TypeTag<float>());
     }
+    // Many 16-bit rows with edges, on GPUs with up to 134 multiprocessors.
+    launches += TestNorms<BFloat16>({4300, 1030, 1}, 16) + TestNorms<Half>({4300, 517, 1}, 16);
   }
   std::printf("%ld launches; at most so many ulp of f16, bf16, f32, f64:\n", long(launches));
   for (const auto& [what, worst] : worst_of) {
