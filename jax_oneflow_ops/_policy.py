@@ -35,7 +35,7 @@ GAIN = 1.05
 """Kernels run if the mean gain is larger than this."""
 NOTHING = 0.1
 """The weight of a fictitious case that gains nothing: a few cases decide only if they are clear."""
-LOSS, LOSS_OF_SUMS, MOST = 5, 2, 2
+LOSS, LOSS_OF_SUMS, MOST = 8, 2, 2
 """How many times a loss beyond noise counts, the same for sums, and the largest factor that a gain
 or a loss counts as. Losses of sums count less because the choice cannot know their ids: rows may be
 hot, and XLA may then take a hundred times as long.
