@@ -471,7 +471,10 @@ KEEPS = np.arange(20).reshape(2, 10) % 7 < 5
 MASK_OF_ALL = np.arange(200).reshape(2, 10, 10) % 7 < 5
 
 
-@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])  # what fails is short enough
+@settings(
+    max_examples=2 * settings().max_examples,
+    phases=[Phase.explicit, Phase.generate],  # what fails is short enough
+)
 @given(st.data())
 def test_dimensions_in_any_order(data):
     """Einsums with operands, logits and results in any order, over one batch dimension or two."""
