@@ -68,8 +68,9 @@ def chosen(*kind, size=1 << 20) -> str:
         ([1.04] * 4, 0, "xla"),  # hardly a gain
         ([1.054] * 4, 0, "native"),
         ([1.054], 0, "xla"),  # too few cases for so small a gain
-        ([1.3, 1.3, 1.3, 1.3, 0.8], 0, "xla"),  # a loss counts eight times
-        ([1.3, 1.3, 1.3, 1.3, 0.8], 0.3, "native"),  # but not if it is within the noise
+        ([1.3] * 7 + [0.8], 0, "xla"),  # a loss counts eight times
+        ([1.3] * 9 + [0.8], 0, "native"),
+        ([1.3] * 7 + [0.8], 0.3, "native"),  # but not if it is within the noise
         ([1.4] * 12 + [0.01], 0, "xla"),
         ([1.9] * 12 + [0.01], 0, "native"),  # and counts as a factor of two at most
         ([0.8, 0.8, 0.8, 0.8, 100], 0, "xla"),

@@ -87,13 +87,13 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
   template <int r>
   __device__ __forceinline__ void AccumulatePart(const Row& row, const C (&part)[4],
                                                  C (&values)[ValuesOf(r)]) const {
-    const C centre = part[0], rest = part[1], square = part[2], count = part[3];
+    typename M::State state{part[0], part[3], part[1], part[2]};
     if constexpr (IsPeak(r)) {
-      values[0] += MulAdd(centre, count, rest);
+      values[0] += MulAdd(state.centre, state.count, state.rest);
     } else {
-      const C by = centre - row.centre;
-      if (M::kHasRest) values[0] += MulAdd(count, by, rest);
-      values[1] += MulAdd(by, MulAdd(count, by, 2 * rest), square);
+      const C rest = M::Moved(&state, row.centre);
+      if (M::kHasRest) values[0] += rest;
+      values[1] += state.square;
     }
   }
   __device__ __forceinline__ void Adopt(const Row& part, Row* row) const {

@@ -36,13 +36,14 @@
 // more packs are not faster). Norms of 16-bit rows are bound by instructions. Layer norm of bf16
 // took 849 us; 739 with loops without tests of columns (packs with edges are visited separately);
 // 716 with one exchange between warps instead of two; 683 with as few empty packs as possible; 555
-// with rows in registers; 506 without the cost of a vector that is not present.
+// with rows in registers; 506 without branches on vectors that may be absent, and with one
+// multiply-add to normalize an element that was replaced by its difference from the centre.
 //
 // What did not: sums of exponentials relative to the maximum so far, rescaled as it grows, so that
 // a row is read twice and not three times. This took 549 us for cross entropy of bf16 with its
 // gradient, instead of 517. Softmax with rows in registers: cross entropy of bf16 with its gradient
 // 530 us instead of 472, of 4096 x 128256 1010 instead of 596; softmax of bf16 460 instead of 469,
-// of f32 1000 instead of 934. One exchange for the maximum and the sum: as fast as two.
+// of f32 1000 instead of 934.
 //
 // What did not help norms of 8192 x 50257 (us, separate benchmarks): copying f32 vectors to shared
 // memory asynchronously, along with the first row; nor for few rows. Reading vectors from the
@@ -52,8 +53,8 @@
 // other: the gradient of rms norm of bf16 897; without 849. This helps only if one block fills a
 // multiprocessor. A block barrier before the blocks exchange values: layer norm of bf16 908;
 // without 850. Rounding the number of teams to a multiple of the period: 24 teams instead of 30.
-// Normalizing with one multiply-add: 4 % faster gradients, but elements of constant rows are no
-// longer exactly 0.
+// Normalizing x itself with one multiply-add: 4 % faster gradients, but elements of constant rows
+// are no longer exactly 0.
 //
 // Handles the rows.cuh programs that contain a reduction. All arrays must be aligned to 16 bytes,
 // except those of traced programs. Rows may begin and end within packs.
@@ -142,8 +143,7 @@ class WideRowsBody {
   };
   // Blocks of kWideRowsThreads threads that must fit in the registers of a multiprocessor. With
   // vectors, shared memory limits threads before registers do.
-  static constexpr bool kIsSmall = kHeld == 1 && (kVectors == 0 || Program::kIsTraced);
-  static constexpr int kBlocks = kIsSmall ? 2 : 1;
+  static constexpr int kBlocks = kHeld == 1 && (kVectors == 0 || Program::kIsTraced) ? 2 : 1;
   static_assert(!kHolds || (kHasColumns && !kIsMaximumOfPairs));
   static_assert(kPartValues == 0 || kReductions == 2);
   static constexpr WideRowsTraits kTraits = {kInputs,     V,
@@ -716,23 +716,19 @@ class WideRowsBody {
       ReduceElements<1>(next, part, second);
       program_.DescribePart(part, second[0], elements_, mine);
       const auto& places = Exchange(mine);
-      C sums[kFirst], others[kSecond];
-      ReducePlaces<0>(
-          places,
-          [&](const auto& place, auto& to) {
-            program_.template AccumulatePart<0>(*facts, place, to);
-          },
-          sums);
-      program_.template Finish<0>(sums, static_cast<C>(Width()), facts);
-      ReducePlaces<1>(
-          places,
-          [&](const auto& place, auto& to) {
-            program_.template AccumulatePart<1>(*facts, place, to);
-          },
-          others);
-      program_.template Finish<1>(others, static_cast<C>(Width()), facts);
+      FinishParts<0>(places, facts);
+      FinishParts<1>(places, facts);
       if constexpr (kKeeps) program_.Adopt(part, facts);
     }
+  }
+  template <int r, typename Places>
+  __device__ __forceinline__ void FinishParts(const Places& places, Row* facts) const {
+    C sums[Program::ValuesOf(r)];
+    const auto add = [&](const auto& place, auto& to) {
+      program_.template AccumulatePart<r>(*facts, place, to);
+    };
+    ReducePlaces<r>(places, add, sums);
+    program_.template Finish<r>(sums, static_cast<C>(Width()), facts);
   }
 
   // Maps the row and, if it is not held, starts to copy another row into its place.

@@ -277,8 +277,6 @@ struct Moments {
     const C rest = Moved(&a, centre) + Moved(&b, centre);
     return {centre, count, kHasRest ? rest : C(0), a.square + b.square};
   }
-
- private:
   // Moves the sums to another centre: sets the square, and returns the rest.
   JOF_HOST_DEVICE JOF_INLINE static C Moved(State* s, C centre) {
     const C by = s->centre - centre;

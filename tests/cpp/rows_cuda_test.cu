@@ -659,18 +659,21 @@ int64_t TestWidePlans() {
                                   present * slots,
                                   (2 - present) * slots,
                                   2 * 128 * 4 * 4 + 16};
-      for (int64_t n = 513; n < most - pack; n += 37) {
+      for (int64_t n = 513; n < 2 * most; n += 37) {
         for (const int64_t rows : {1, 500, 100000}) {
           const RowsDevice device{multiprocessors, 227 << 10, true};
           WideRowsPlan plan{};
           const bool has_plan = PlanWideRows(traits, device, rows, n, &plan);
           const bool are_many = pack == 8 && n % pack != 0 && rows >= 32 * multiprocessors;
           // A residual takes more shared memory.
-          const bool must_have = inputs == 1 && (n >= LeastWideColumns(pack) || are_many);
-          const bool fits =
-              plan.packs <= held &&
-              int64_t{plan.packs} * plan.threads * plan.cluster >= PacksOf(n, pack) &&
-              WideRowsBytes(traits, plan) + traits.exchange_bytes <= device.shared_bytes;
+          const bool must_have =
+              inputs == 1 && n < most - pack && (n >= LeastWideColumns(pack) || are_many);
+          const int64_t bytes = int64_t{16} * plan.threads *
+                                (plan.packs * (inputs + present * slots) + (2 - present) * slots);
+          const bool fits = plan.packs <= held &&
+                            int64_t{plan.packs} * plan.threads * plan.cluster >= PacksOf(n, pack) &&
+                            bytes == WideRowsBytes(traits, plan) &&
+                            bytes + traits.exchange_bytes <= device.shared_bytes;
           ++plans;
           if (has_plan ? fits : !must_have) continue;
           std::printf("wrong plan: pack %d, %d arrays, %d vectors, %ld x %ld\n", pack, inputs,
