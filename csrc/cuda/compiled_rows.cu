@@ -66,7 +66,8 @@ cudaError_t LaunchCompiledRows(const CudaCompiledKernel& kernel, const TracedRow
       WholeRowsPlan plan{call.rows, 0, static_cast<int>(call.n), team.lanes,
                          IsPacked(layout, call)};
       int64_t blocks = call.parts;
-      status = CountWholeRowsBlocks(function, team.shape.rows, layout.sums > 0, &plan, &blocks);
+      status = CountWholeRowsBlocks(function, team.shape.rows, kWholeRowsThreads, layout.sums > 0,
+                                    &plan, &blocks);
       if (status == cudaSuccess) status = ClearParts(layout, call, blocks, stream);
       config = ClusterConfig(blocks, kWholeRowsThreads, 1, 0, &attribute, stream);
       return status == cudaSuccess ? launch(plan) : status;

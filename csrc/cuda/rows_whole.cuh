@@ -1,7 +1,7 @@
-// Rows that a team of up to 256 threads holds in registers. A team is one thread, a part of a warp,
-// a warp, or several warps, and may have several rows at a time. All arrays are aligned to packs.
-// The checks that RowsKernel makes for each pack are not needed here, and loads go straight to
-// registers.
+// Rows that a team of up to 256 threads holds in registers, or up to 1024 if there are few rows. A
+// team is one thread, a part of a warp, a warp, or several warps, and may have several rows at a
+// time. All arrays are aligned to packs. The checks that RowsKernel makes for each pack are not
+// needed here, and loads go straight to registers.
 //
 // In most programs a team works on one row, or on several short rows at a time, and then exits. No
 // rows are loaded ahead: blocks of other rows run beside it instead. With several short rows, each
@@ -77,9 +77,11 @@ JOF_HOST_DEVICE constexpr int EdgesOf(int pack, int lanes) {
 // at least 4, so that these elements take few registers, except for very short rows.
 struct WholeRowsShape {
   int held, rows, least_lanes;
+  int threads;  // the most in a block
 
-  JOF_HOST_DEVICE constexpr WholeRowsShape(int held = 0, int rows = 0, int least_lanes = 0)
-      : held(held), rows(rows), least_lanes(least_lanes) {}
+  JOF_HOST_DEVICE constexpr WholeRowsShape(int held = 0, int rows = 0, int least_lanes = 0,
+                                           int threads = kWholeRowsThreads)
+      : held(held), rows(rows), least_lanes(least_lanes), threads(threads) {}
   JOF_HOST_DEVICE constexpr int LeastLanes(const WholeRowsTraits& traits, bool has_edges,
                                            int64_t n) const {
     if (!has_edges) return 1;
@@ -91,7 +93,8 @@ struct WholeRowsShape {
     return rows > 0 && held * rows <= traits.most && rows <= traits.most_rows;
   }
   JOF_HOST_DEVICE constexpr bool operator==(const WholeRowsShape& other) const {
-    return held == other.held && rows == other.rows && least_lanes == other.least_lanes;
+    return held == other.held && rows == other.rows && least_lanes == other.least_lanes &&
+           threads == other.threads;
   }
 };
 struct WholeRowsShapes {
@@ -119,7 +122,10 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTrait
     return {{{8, 1}, {6, 1}}};
   }
   if (traits.sums > 0) return {{{3, 1}, {2, 1}}};
-  if (traits.inputs > 2) return {{{is_narrow ? 2 : 4, 1}, {is_narrow ? 1 : 2, 1}}};
+  if (traits.inputs > 2) {
+    const int least_lanes = is_narrow ? 16 : 8;
+    return {{{is_narrow ? 2 : 4, 1, least_lanes}, {is_narrow ? 1 : 2, 1, least_lanes}}};
+  }
   if (has_edges && is_narrow) {
     return {{{4, 1, 16}, {3, 1, 16}, {has_room ? 4 : 3, 1, 8}, {3, 1, 4}}};
   }
@@ -131,14 +137,57 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTrait
   return {{{8, 1}, {4, 1}, {6, 1}}};
 }
 
-// Numbers of packs that get all the lists.
-inline constexpr int kPacksOfShapes[] = {2, 8, 32, 33};
+// The instances for few rows, in blocks of up to kFewRowsThreads. Each thread has few packs, so
+// that loads and arithmetic are spread over many threads: softmax of f32 220 x 1024 takes 2.0 us on
+// an H200, 3.1 with the instances above, and layer norm of bf16 4096 x 512 4.3 instead of 5.1.
+inline constexpr int kFewRowsThreads = 1024;
+
+JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOfFew(const WholeRowsTraits& traits,
+                                                               bool has_edges) {
+  constexpr int kMost = kFewRowsThreads;
+  const int least_lanes = !has_edges ? 0 : traits.pack > 4 ? 16 : 8;
+  if (traits.sums > 0 || traits.is_short) return {};
+  // More would not fit in the registers of so many threads.
+  const bool are_large = traits.inputs > (has_edges ? 1 : 2) && traits.pack > 4;
+  if (are_large) return {{{1, 1, least_lanes, kMost}}};
+  if (traits.inputs > 1 || has_edges) {
+    return {{{1, 1, least_lanes, kMost}, {2, 1, least_lanes, kMost}}};
+  }
+  return {{{1, 1, 0, kMost}, {2, 1, 0, kMost}, {4, 1, 0, kMost}}};
+}
+
+// All instances for a program are in these lists.
+inline constexpr int kWholeRowsLists = 5;
+JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsList(const WholeRowsTraits& traits,
+                                                        bool has_edges, int list) {
+  constexpr int kPacks[] = {2, 8, 32, 33};
+  if (list == 4) return WholeRowsShapesOfFew(traits, has_edges);
+  return WholeRowsShapesOf(traits, has_edges, kPacks[list]);
+}
 
 // The cheapest instance, and the lanes of its teams.
 struct WholeRowsTeam {
   WholeRowsShape shape;
   int lanes;  // 0: no instance handles these rows
 };
+
+// The instance for rows that would have fewer than `few` threads with one pack each.
+JOF_HOST_DEVICE constexpr WholeRowsTeam TeamOfFewRows(const WholeRowsTraits& traits, bool has_edges,
+                                                      int64_t n, int64_t rows, int64_t few) {
+  const int64_t packs = n / traits.pack;
+  const WholeRowsShapes shapes = WholeRowsShapesOfFew(traits, has_edges);
+  // Teams of several warps take longer to reduce, so they pay off if there are fewer rows.
+  int lanes = has_edges ? shapes.of[0].least_lanes : 1;
+  while (lanes < kFewRowsThreads && lanes < packs &&
+         rows * lanes < (lanes < internal::kWarpSize ? few : few / 2)) {
+    lanes *= 2;
+  }
+  if (rows * lanes >= 2 * few) return {};
+  for (const WholeRowsShape& one : shapes.of) {
+    if (one.Fits(traits) && one.held * lanes >= packs) return {one, lanes};
+  }
+  return {};
+}
 
 inline constexpr int64_t kManyRows = int64_t{1} << 40;
 
@@ -147,10 +196,11 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const WholeRowsTraits& t
                                                         bool has_edges, int64_t n, int64_t rows,
                                                         int64_t few) {
   constexpr int kWarp = internal::kWarpSize;
+  WholeRowsTeam team = TeamOfFewRows(traits, has_edges, n, rows, few);
+  if (team.lanes > 0) return team;
   const int64_t pack = traits.pack;
   const int64_t packs = n / pack;
   const WholeRowsShapes shapes = WholeRowsShapesOf(traits, has_edges, packs);
-  WholeRowsTeam team{};
   int64_t least_cost = 0;
   for (const WholeRowsShape& one : shapes.of) {
     if (!one.Fits(traits)) continue;
@@ -227,7 +277,8 @@ __device__ __forceinline__ uint4 LoadOnce(const void* source) {
 
 // A thread holds kHeld packs of V elements of each of kRows rows, or fewer. If rows have edges, it
 // also holds kEdges head and tail elements, or fewer.
-template <typename Program, int V, int kHeld, int kRows, int kEdges>
+template <typename Program, int V, int kHeld, int kRows, int kEdges,
+          int kThreads = kWholeRowsThreads>
 class WholeRowsBody {
  public:
   using T = typename Program::Element;
@@ -248,6 +299,10 @@ class WholeRowsBody {
   // other checks then.
   static constexpr bool kShares =
       !Program::kIsTraced && !kHasEdges && kInputs == 1 && kVectors > 0 && kColumnSums == 0;
+  // Whether a thread loads its row vectors before it reduces, and keeps them: if it has few packs.
+  static constexpr int kWords = kHeld * V * (kInputs + kVectors) + (kHasEdges ? 16 : 0);
+  static constexpr bool kKeeps = kColumnSums > 0 ||
+                                 (kVectors > 0 && kRows == 1 && kHeld <= 2 && kWords <= 48);
   static_assert(kRows == 1 || (!kHasEdges && kColumnSums == 0));
   static_assert(!kHasEdges || kColumnSums == 0);  // SetEdges is for one row
   static_assert(kIsWide || !kHasEdges);
@@ -268,7 +323,7 @@ class WholeRowsBody {
 
   __device__ __forceinline__ void Run() {
     const int shift = __ffs(Lanes()) - 1;  // divisions would hold up the first loads
-    const int team_here = threadIdx.x >> shift, teams_here = kWholeRowsThreads >> shift;
+    const int team_here = threadIdx.x >> shift, teams_here = Threads() >> shift;
     int64_t row = int64_t{blockIdx.x} * (teams_here * kRows) + team_here;
     first_ = lane_ * V;
     if constexpr (kHasEdges) SetEdges(row);
@@ -276,6 +331,10 @@ class WholeRowsBody {
       Row facts[kRows];
       JOF_UNROLL
       for (int i = 0; i < kRows; ++i) Fetch(row + i * teams_here, i);
+      if constexpr (kKeeps) {
+        JOF_UNROLL
+        for (int k = 0; k < kHeld; ++k) LoadVectors(k, vectors_[k]);
+      }
       JOF_UNROLL
       for (int i = 0; i < kRows; ++i) facts[i] = BeginRow(row + i * teams_here);
       Unpack();
@@ -314,6 +373,10 @@ class WholeRowsBody {
     } else {
       return plan_.lanes;
     }
+  }
+
+  __device__ __forceinline__ static int Threads() {
+    return kThreads > kWholeRowsThreads ? static_cast<int>(blockDim.x) : kWholeRowsThreads;
   }
 
   // The first column of a pack, and whether the row has the pack.
@@ -548,10 +611,11 @@ class WholeRowsBody {
       JOF_UNROLL
       for (int k = 0; k < kHeld; ++k) {
         C v[V][kVectors + 1];
-        LoadVectors(k, v);
+        if constexpr (!kKeeps) LoadVectors(k, v);
         JOF_UNROLL
         for (int i = 0; i < kRows; ++i) {
-          Map(row + i * apart, row + i * apart < plan_.rows, i, k, facts[i], v);
+          Map(row + i * apart, row + i * apart < plan_.rows, i, k, facts[i],
+              kKeeps ? vectors_[k] : v);
         }
       }
     }
@@ -564,8 +628,8 @@ class WholeRowsBody {
         for (int k = 0; k < kHeld; ++k) {
           if (NobodyHas(k)) break;
           C v[V][kVectors + 1];
-          if constexpr (kColumnSums == 0) LoadVectors(k, v);
-          Map(here, true, i, k, facts[i], kColumnSums == 0 ? v : vectors_[k]);
+          if constexpr (!kKeeps) LoadVectors(k, v);
+          Map(here, true, i, k, facts[i], kKeeps ? vectors_[k] : v);
         }
         JOF_UNROLL
         for (int e = 0; e < kEdges; ++e) {
@@ -661,18 +725,17 @@ class WholeRowsBody {
     for (int k = 0; k < kHeld; ++k) {
       if (NobodyHas(k)) break;
       C v[V][kVectors + 1];
-      if constexpr (kColumnSums == 0) {
+      if constexpr (!kKeeps) {
         if (Program::UsesVectors(r)) LoadVectors(k, v);
       }
       if constexpr (Program::kIsTraced) {
-        internal::AccumulatePack<r>(program_, facts, PackAt(k), x_[i][k],
-                                    kColumnSums == 0 ? v : vectors_[k], Has(k), has_element,
-                                    values);
+        internal::AccumulatePack<r>(program_, facts, PackAt(k), x_[i][k], kKeeps ? vectors_[k] : v,
+                                    Has(k), has_element, values);
       } else {
         JOF_UNROLL
         for (int j = 0; j < V; ++j) {
-          program_.template Accumulate<r>(
-              facts, x_[i][k][j], kColumnSums == 0 ? v[j] : vectors_[k][j], values[j % kWays]);
+          program_.template Accumulate<r>(facts, x_[i][k][j], kKeeps ? vectors_[k][j] : v[j],
+                                          values[j % kWays]);
         }
       }
     }
@@ -750,7 +813,7 @@ class WholeRowsBody {
   typename Program::Values x_[kRows][kHeld][V];
   int edge_at_[kEdges + 1];                        // columns of head and tail elements; -1: none
   typename Program::Values edges_[kEdges + 1][1];  // their values, each as a pack of one
-  C vectors_[kColumnSums > 0 ? kHeld : 1][V][kVectors + 1];
+  C vectors_[kKeeps ? kHeld : 1][V][kVectors + 1];
   C column_sums_[kHeld][kColumnSums + 1][V] = {};
 };
 
@@ -768,12 +831,14 @@ JOF_HOST_DEVICE constexpr int WholeRowsBlocks() {
   return has_few && !Program::NeedsRegisters() ? 4 : 3;
 }
 
-template <typename Program, int V, int kHeld, int kRows, int kEdges>
-__global__ void __launch_bounds__(kWholeRowsThreads,
-                                  WholeRowsBlocks<Program, V, kHeld, kRows, kEdges>())
+template <typename Program, int V, int kHeld, int kRows, int kEdges, int kThreads>
+__global__ void __launch_bounds__(kThreads,
+                                  kThreads > kWholeRowsThreads
+                                      ? 1
+                                      : WholeRowsBlocks<Program, V, kHeld, kRows, kEdges>())
     WholeRowsKernel(const __grid_constant__ Program program,
                     const __grid_constant__ WholeRowsPlan plan) {
-  WholeRowsBody<Program, V, kHeld, kRows, kEdges>(program, plan).Run();
+  WholeRowsBody<Program, V, kHeld, kRows, kEdges, kThreads>(program, plan).Run();
 }
 
 JOF_NAMESPACE_END

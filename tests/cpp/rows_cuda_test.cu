@@ -709,7 +709,8 @@ int main(int argc, char** argv) {
     launches += TestGroupNorms<Half>(brief) + TestGroupNorms<BFloat16>(brief);
     launches += TestGroupNorms<float>(brief) + TestGroupNorms<double>(brief);
   }
-  std::vector<RowsProblem> problems = {{700, 48, 1}, {700, 128, 1}, {3, 50257, 1}};
+  std::vector<RowsProblem> problems = {
+      {700, 48, 1}, {700, 128, 1}, {3, 50257, 1}, {4500, 2, 1}, {2100, 4, 1}};
   for (const int64_t n :
        {1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 100, 127, 128, 130, 256, 333, 512}) {
     problems.push_back({37, n, 1});
@@ -747,15 +748,23 @@ int main(int argc, char** argv) {
     // One row per thread, more rows than teams, including long rows, and rows that are too wide for
     // a thread block or for a cluster.
     for (const RowsProblem& p :
-         {RowsProblem{9001, 18, 1}, RowsProblem{9001, 33, 1}, RowsProblem{9001, 62, 1},
-          RowsProblem{120000, 9, 1}, RowsProblem{17000, 100, 1}, RowsProblem{600, 4092, 1},
-          RowsProblem{1700, 1025, 1}, RowsProblem{1800, 1024, 1}, RowsProblem{600, 20001, 1},
+         {RowsProblem{120000, 18, 1}, RowsProblem{9001, 33, 1}, RowsProblem{35000, 62, 1},
+          RowsProblem{240000, 9, 1}, RowsProblem{21500, 100, 1}, RowsProblem{600, 4092, 1},
+          RowsProblem{2200, 1025, 1}, RowsProblem{2300, 1024, 1}, RowsProblem{600, 20001, 1},
           RowsProblem{120, 40000, 1}, RowsProblem{2, 84429, 1}, RowsProblem{300, 50257, 1},
           RowsProblem{kKinds, 128256, 1}, RowsProblem{1, 2000003, 1},
+          // Enough rows, on GPUs with up to 134 multiprocessors, for the instances of
+          // WholeRowsKernel with more than one row or many packs per thread, and enough elements
+          // for sums over rows in the same kernel.
+          RowsProblem{280000, 8, 1}, RowsProblem{140000, 16, 1}, RowsProblem{72000, 32, 1},
+          RowsProblem{36000, 64, 1}, RowsProblem{18000, 128, 1}, RowsProblem{9000, 256, 1},
+          RowsProblem{4300, 512, 1}, RowsProblem{1500, 2048, 1}, RowsProblem{36000, 60, 1},
           // Odd lengths, with enough rows for each number of lanes and packs of a thread.
-          RowsProblem{17000, 66, 1}, RowsProblem{8500, 131, 1}, RowsProblem{8500, 257, 1},
-          RowsProblem{4300, 333, 1}, RowsProblem{4300, 515, 1}, RowsProblem{2200, 577, 1},
-          RowsProblem{300, 6001, 1}, RowsProblem{4300, 2999, 1}}) {
+          RowsProblem{33000, 66, 1}, RowsProblem{17000, 131, 1}, RowsProblem{8500, 257, 1},
+          RowsProblem{6400, 333, 1}, RowsProblem{4300, 515, 1}, RowsProblem{3700, 577, 1},
+          RowsProblem{400, 6001, 1}, RowsProblem{4300, 2999, 1},
+          // Sums over rows in a kernel of their own, in several parts.
+          RowsProblem{20000, 100, 1}, RowsProblem{2000, 1001, 1}, RowsProblem{5000, 35, 1}}) {
       const auto test = [&](auto tag) {
         using T = typename decltype(tag)::type;
         TestSoftmax<T>(p, false, 0, 0);
