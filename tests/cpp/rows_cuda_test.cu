@@ -689,10 +689,10 @@ int64_t TestWidePlans() {
 
 }  // namespace
 
-// Arguments: "brief" for fewer cases, then a part: "plans", "strided", "group_norm", "softmax",
-// "norm" or "long". Without a part, all of them.
+// Arguments: "brief" for fewer cases, or "full", then a part: "plans", "strided", "group_norm",
+// "softmax", "norm" or "long". Without a part, all of them.
 int main(int argc, char** argv) {
-  const bool brief = argc > 1;  // under compute-sanitizer
+  const bool brief = argc > 1 && std::strcmp(argv[1], "brief") == 0;  // under compute-sanitizer
   const auto wanted = [=](const char* part) { return argc < 3 || std::strcmp(argv[2], part) == 0; };
   std::atexit([] { std::fprintf(stderr, "ended with %s\n", at_work.c_str()); });
   int64_t launches = 0, failures = wanted("plans") ? TestWidePlans() : 0;
