@@ -176,29 +176,29 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
   }
 };
 
-// ColumnSumsKernel: threads that have the same row, the most threads of a block, and rows that a
-// thread loads at a time.
+// ColumnSumsKernel: the most threads that have the same row, the most threads of a block, and rows
+// that a thread loads at a time.
 inline constexpr int kColumnLanes = 16, kColumnThreads = 256, kColumnBatch = 4;
 
-// Sums over rows. Block (x, y) has kColumnLanes packs of V columns and `each` rows, which its teams
-// take round-robin. Its part y is stored at dscale + y * vectors() * n, and likewise at dbias; if
-// there are several parts, these point to the scratch.
+// Sums over rows. Block (x, y) has `lanes` packs of V columns and `each` rows, which its teams take
+// round-robin. Its part y is stored at dscale + y * vectors() * n, and likewise at dbias; if there
+// are several parts, these point to the scratch.
 template <typename T, bool kCenter, int V>
 __global__ void __launch_bounds__(kColumnThreads, 1)
-    ColumnSumsKernel(const NormVjpCall call, int64_t each) {
+    ColumnSumsKernel(const NormVjpCall call, int64_t each, int lanes) {
   using C = Compute<T>;
-  constexpr int kStep = kColumnLanes * V;
   __shared__ alignas(kPackBytes) C shared[2][kColumnThreads * V];
   const int64_t first = blockIdx.y * each;
   const int last = static_cast<int>(min(each, call.problem.rows() - first)) - 1;
-  const int n = static_cast<int>(call.problem.n), begin = static_cast<int>(blockIdx.x) * kStep;
-  const int column = begin + static_cast<int>(threadIdx.x) % kColumnLanes * V;
-  const int teams = static_cast<int>(blockDim.x) / kColumnLanes;
+  const int shift = __ffs(lanes) - 1, teams = static_cast<int>(blockDim.x) >> shift;
+  const int n = static_cast<int>(call.problem.n), step = lanes * V;
+  const int begin = static_cast<int>(blockIdx.x) * step;
+  const int column = begin + (static_cast<int>(threadIdx.x) & (lanes - 1)) * V;
   const T* const x = static_cast<const T*>(call.x) + first * n + column;
   const T* const dy = static_cast<const T*>(call.dy) + first * n + column;
   const auto* stats = static_cast<const NormStats<T, kCenter>*>(call.stats) + first;
   C sums[2][V] = {};
-  int row = column < n ? static_cast<int>(threadIdx.x) / kColumnLanes : last + 1;
+  int row = column < n ? static_cast<int>(threadIdx.x) >> shift : last + 1;
   for (; row <= last; row += kColumnBatch * teams) {
     // Rows beyond the last one are loaded as the last one: a branch for each would take longer.
     Pack<T, V> x_packs[kColumnBatch], dy_packs[kColumnBatch];
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kColumnThreads, 1)
   for (int s = 0; s < 2; ++s) {
     C* const target = static_cast<C*>(s == 0 ? call.dscale : call.dbias);
     if (target == nullptr) continue;
-    internal::AddTeams(shared[s], teams, kStep, min(kStep, n - begin),
+    internal::AddTeams(shared[s], teams, step, min(step, n - begin),
                        target + blockIdx.y * call.vectors() * n + begin);
   }
 }
@@ -293,11 +293,12 @@ template <typename T, bool kCenter, int V>
 cudaError_t LaunchColumnSums(const NormVjpCall& call, const RowsDevice& device,
                              cudaStream_t stream) {
   const int64_t n = call.problem.n, rows = call.problem.rows();
-  const int64_t blocks = (n + kColumnLanes * V - 1) / (kColumnLanes * V);
-  int threads = kColumnThreads;
-  while (threads > 32 && threads / kColumnLanes * kColumnBatch > rows) threads /= 2;
+  int lanes = kColumnLanes, threads = kColumnThreads;
+  while (lanes > 1 && lanes / 2 * V >= n) lanes /= 2;
+  while (threads > 32 && threads / lanes * kColumnBatch > rows) threads /= 2;
+  const int64_t blocks = (n + lanes * V - 1) / (lanes * V);
   // A thread adds up at least four batches. More parts would take longer to add than they save.
-  const int64_t least_rows = 4 * (threads / kColumnLanes * kColumnBatch);
+  const int64_t least_rows = 4 * (threads / lanes * kColumnBatch);
   int64_t parts = (rows + least_rows - 1) / least_rows;
   parts = std::min({parts, call.parts, std::max<int64_t>(8 * device.multiprocessors / blocks, 1)});
   const int64_t each = (rows + parts - 1) / parts;
@@ -309,7 +310,7 @@ cudaError_t LaunchColumnSums(const NormVjpCall& call, const RowsDevice& device,
     if (call.dbias != nullptr) parted.dbias = scratch + (call.vectors() - 1) * n;
   }
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(parts));
-  ColumnSumsKernel<T, kCenter, V><<<grid, threads, 0, stream>>>(parted, each);
+  ColumnSumsKernel<T, kCenter, V><<<grid, threads, 0, stream>>>(parted, each, lanes);
   return parts > 1 ? AddParts<Compute<T>>(call, parts, stream) : cudaGetLastError();
 }
 
