@@ -326,7 +326,7 @@ def test_masks_that_are_added(how, name, lengths):
 
 
 @pytest.mark.usefixtures("sums_by_xla")
-@pytest.mark.parametrize("key_heads", [3, 1])
+@pytest.mark.parametrize("key_heads", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_biases_of_the_function_of_jax(key_heads):
     for mask in masks(10, 10).values():
         if mask.ndim and (key_heads == 3 or mask.shape[1] == 1):
@@ -380,7 +380,7 @@ def test_added_masks_that_kernels_would_compute_otherwise(dtype, low):
 
 
 @pytest.mark.usefixtures("sums_by_xla")
-@pytest.mark.parametrize("key_heads", [3, 1])
+@pytest.mark.parametrize("key_heads", [pytest.param(3, marks=pytest.mark.exhaustive), 1])
 def test_masks_of_the_function_of_jax(key_heads):
     for name, mask in masks(10, 10).items():
         if key_heads == 3 or "heads" not in name:
@@ -682,7 +682,13 @@ LAYERS = {
 
 
 @pytest.mark.usefixtures("sums_by_xla")
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in ("less", "combined") else [])
+        for name in LAYERS
+    ],
+)
 def test_layers_in_a_scan(name):
     """jax computes the mask before the loop; attention is swapped in both directions."""
 

@@ -1141,7 +1141,9 @@ def rows_of_loops(x, c):
     )
 
 
-@pytest.mark.parametrize("f", [stacks, loops, rows_of_loops])
+@pytest.mark.parametrize(
+    "f", [stacks, pytest.param(loops, marks=pytest.mark.exhaustive), rows_of_loops]
+)
 @pytest.mark.parametrize("partial", [False, True])
 def test_short_stacks_and_short_loops(f, partial):
     args = normals(3, 67), jnp.asarray([0.5, -0.75, 1.25])

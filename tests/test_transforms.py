@@ -619,7 +619,15 @@ def cells(cases: Iterable[Case] = CASES) -> Iterator[tuple[Case, Column]]:
 VARIANTS = ("jit", "hvp_forward_over_reverse")
 # Without --exhaustive, only FEW run these columns: they exercise JAX's own machinery around rules
 # that other columns test.
-MACHINERY = ("jit_in_jit", "jit_of_value_and_grad", "x64")
+MACHINERY = ("jit_in_jit", "jit_of_value_and_grad", "x64", "transpose_of_transpose", "vmap_of_vmap")
+MACHINERY += ("hvp_reverse_over_reverse", "third_derivative", "vmap_of_hvp")
+
+
+def is_exhaustive(case: Case, column: Column) -> bool:
+    is_like_another = case.variant or case.name in TWINS
+    return (is_like_another and column.name not in VARIANTS) or (
+        case not in FEW and column.name in MACHINERY
+    )
 
 
 def parameters():
@@ -630,10 +638,7 @@ def parameters():
         ):  # pytest-xdist runs these on one worker, which compiles the program once
             program = column.group if column.traced else "expected"
             marks.append(pytest.mark.xdist_group(f"{case}, {program}"))
-        is_like_another = case.variant or case.name in TWINS
-        if (is_like_another and column.name not in VARIANTS) or (
-            case not in FEW and column.name in MACHINERY
-        ):
+        if is_exhaustive(case, column):
             marks.append(pytest.mark.exhaustive)
         yield pytest.param(case, column, id=f"{case}-{column.name}", marks=marks)
 
@@ -650,12 +655,13 @@ def both(case: Case, column: Column):
 
 
 @functools.lru_cache(maxsize=4)  # a group's columns are not all adjacent
-def traced(name: str, group: str) -> dict[str, Any]:
+def traced(name: str, group: str, exhaustive: bool) -> dict[str, Any]:
     """Runs a row's traced columns of a group as one program, which saves much time."""
     columns = [
         (case, column)
         for case, column in cells(case for case in CASES if case.name == name)
         if column.group == group and column.traced and not column.reason(case)
+        if exhaustive or not is_exhaustive(case, column)
     ]
     return jax.jit(
         lambda: {column.name: both(InProgram(**vars(case)), column) for case, column in columns}
@@ -670,14 +676,15 @@ def expected(name: str, column: str) -> Any:
 
 
 @pytest.mark.parametrize(("case", "column"), [*parameters()])
-def test_transformation(case, column):
+def test_transformation(case, column, pytestconfig):
     if why := column.reason(case):
         pytest.skip(why)
     with case.precision():
         if column is COLUMNS["eval_shape"]:
             assert_same_types(*both(case, column))
         elif column.traced:
-            assert_same(*traced(case.name, column.group)[column.name], case.rtol)
+            results = traced(case.name, column.group, pytestconfig.option.exhaustive)
+            assert_same(*results[column.name], case.rtol)
         elif column.expects:
             actual = column.transform(case, case.f)
             assert_same(actual, expected(case.name, column.expects), case.rtol)
@@ -753,7 +760,11 @@ def test_static_arguments(function, operands, options):
 # --- arrays of 64 bits where those are disabled ---------------------------------------------------
 
 
-@pytest.mark.parametrize("case", FULL, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if c in EACH_KIND else pytest.mark.exhaustive) for c in FULL],
+    ids=str,
+)
 def test_arrays_of_64_bits_where_those_are_disabled(case):
     """The same values, derivatives and second derivatives as where they are enabled."""
     forms = [case.f]
