@@ -51,10 +51,10 @@ together "${links[@]}"
 failed=()
 
 section "C++ tests"
-parts=() # the test of rows takes longest
+parts=() # the test of rows takes longest, so its parts run in parallel
 for program in "${programs[@]}"; do
   if [[ $program == */rows ]]; then
-    parts+=("$program full "{plans,strided,group_norm,softmax,norm,long})
+    parts+=("$program full "{plans,strided,group_norm,softmax,norm,many,long})
   else
     parts+=("$program")
   fi

@@ -20,10 +20,11 @@
 // Most programs with aligned arrays run on faster kernels: rows_whole.cuh, rows_packed.cuh and
 // rows_tiles.cuh for rows of a few elements, rows_wide.cuh for long rows. This one is for float64,
 // misaligned arrays, long rows on GPUs without clusters, norms of rows that are too long for a
-// cluster, norms of 16-bit rows of odd lengths from 513 to 3,071 if there are between 16 (from
-// 2,049 on: 4) and 32 rows per multiprocessor, and, in arrays of more than 2^21 elements, the
-// gradients of norms of such rows up to 3,071 and of f32 rows up to 4,608. For traced programs,
-// KernelOf in compiled_rows.cuh chooses the kernel.
+// cluster, and norms, and their gradients to x, of 16-bit rows of odd lengths from 513 to 3,071 if
+// there are between 16 (from 2,049 on: 4) and 32 rows per multiprocessor. In arrays of more than
+// 2^21 elements, it also computes all gradients of norms of 16-bit rows of odd lengths up to 3,071
+// and of f32 rows of less than 4,608. For traced programs, KernelOf in compiled_rows.cuh chooses
+// the kernel.
 //
 // Measured on an H200, in percent of the speed of a copy, bf16 and f32:
 //                   65536 x 512   131072 x 1024   16384 x 4096   4096 x 32000

@@ -1,11 +1,11 @@
 // Layer norm and root-mean-square norm, with an optional residual sum before them, and their
-// gradients; see rows.cuh. Bytes: each input array of elements is read once, each output array is
-// written once.
+// gradients; see rows.cuh. Bytes: each input array of elements is read once, or twice for sums over
+// rows of few elements; each output array is written once.
 //
 // The gradients of scale and bias are sums over rows. Each team adds up its rows while it has them
 // on chip. The sums of the teams of a block are added and written to a part of the scratch, and a
-// second kernel adds the parts. If there are few elements, a second kernel reads them again
-// instead. All of this is in a fixed order.
+// second kernel adds the parts. If there are few elements, ColumnSumsKernel reads x and dy instead.
+// All of this is in a fixed order.
 #include "cuda/rows.h"
 #include "cuda/rows_launch.cuh"
 
@@ -180,9 +180,9 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
 // that a thread loads at a time.
 inline constexpr int kColumnLanes = 16, kColumnThreads = 256, kColumnBatch = 4;
 
-// Sums over rows. Block (x, y) has `lanes` packs of V columns and `each` rows, which its teams take
-// round-robin. Its part y is stored at dscale + y * vectors() * n, and likewise at dbias; if there
-// are several parts, these point to the scratch.
+// Sums over rows. Block (x, y) has `lanes` packs of V columns and `each` rows. The threads that
+// have the same row are a team, and teams take rows round-robin. Its part y is stored at dscale + y
+// * vectors() * n, and likewise at dbias; if there are several parts, these point to the scratch.
 template <typename T, bool kCenter, int V>
 __global__ void __launch_bounds__(kColumnThreads, 1)
     ColumnSumsKernel(const NormVjpCall call, int64_t each, int lanes) {
@@ -341,8 +341,9 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
     const auto program = MakeBackward<T, kCenter, kDsum, kSums>(call);
     int64_t blocks = call.parts;
     // To read few elements again takes less time than to add many short parts, unless
-    // WholeRowsKernel or WideRowsKernel handles them: value and gradient of the rms norm of bf16
-    // 1294 x 21 take 7.4 us on an H200, 13.9 otherwise; of f32 1000 x 512 10.2 and 12.2.
+    // WholeRowsKernel or WideRowsKernel handles them, or TileRowsKernel those of short rows: value
+    // and gradient of the rms norm of bf16 1294 x 21 take 7.4 us on an H200, 13.9 otherwise; of f32
+    // 1000 x 512 10.2 and 12.2, but of f32 300000 x 5 26 and 18.
     const bool are_few = call.problem.rows() * call.problem.n <= 1 << 21;
     if constexpr (!kIsDouble<T>) {
       if (FitsTiles(program, call.problem, device) && (!are_few || call.problem.n <= 8)) {

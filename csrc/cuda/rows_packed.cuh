@@ -2,8 +2,8 @@
 // thread has packs of whole rows, so nothing is exchanged, and loads and stores are those of a
 // copy.
 //
-// TileRowsKernel, which has one row per thread, moves them through shared memory: softmax of bf16
-// 19578944 x 2 takes 82 us there, XLA 41.
+// Softmax of f16 2975501 x 4 takes 15 us on an H200, XLA 13. TileRowsKernel has one row per thread,
+// and moves rows through shared memory: log_softmax of f16 20876135 x 4 took 124 us there, XLA 81.
 //
 // Handles the programs of rows.cuh without sums over rows.
 #pragma once

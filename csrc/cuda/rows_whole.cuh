@@ -101,8 +101,7 @@ struct WholeRowsShapes {
   WholeRowsShape of[4];  // unused if it has 0 rows
 };
 
-// The candidate instances for rows of this many packs, in order of preference. The list for more
-// than two inputs without sums is for traced programs only.
+// The candidate instances for rows of this many packs, in order of preference.
 //
 // Measured on an H200 over 28 row sizes: four packs in flight per thread are enough, of several
 // rows if these are short (softmax of f32 10000000 x 4: 87 us with four rows, 119 with one; a copy
@@ -160,8 +159,9 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOfFew(const WholeRowsTr
 inline constexpr int kWholeRowsLists = 5;
 JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsList(const WholeRowsTraits& traits,
                                                         bool has_edges, int list) {
-  constexpr int kPacks[] = {2, 8, 32, 33};
-  if (list == 4) return WholeRowsShapesOfFew(traits, has_edges);
+  constexpr int kPacks[] = {2, 8, 32, 33}, kLast = kWholeRowsLists - 1;
+  static_assert(sizeof(kPacks) == kLast * sizeof(int));
+  if (list == kLast) return WholeRowsShapesOfFew(traits, has_edges);
   return WholeRowsShapesOf(traits, has_edges, kPacks[list]);
 }
 
@@ -171,12 +171,13 @@ struct WholeRowsTeam {
   int lanes;  // 0: no instance handles these rows
 };
 
-// The instance for rows that would have fewer than `few` threads with one pack each.
+// The instance for few rows: lanes are added until there are `few` threads, or half as many where a
+// team has several warps. There is none if there are many rows, or if a thread would hold too many
+// packs.
 JOF_HOST_DEVICE constexpr WholeRowsTeam TeamOfFewRows(const WholeRowsTraits& traits, bool has_edges,
                                                       int64_t n, int64_t rows, int64_t few) {
   const int64_t packs = n / traits.pack;
   const WholeRowsShapes shapes = WholeRowsShapesOfFew(traits, has_edges);
-  // Teams of several warps take longer to reduce, so they pay off if there are fewer rows.
   int lanes = has_edges ? shapes.of[0].least_lanes : 1;
   while (lanes < kFewRowsThreads && lanes < packs &&
          rows * lanes < (lanes < internal::kWarpSize ? few : few / 2)) {
@@ -299,7 +300,9 @@ class WholeRowsBody {
   // other checks then.
   static constexpr bool kShares =
       !Program::kIsTraced && !kHasEdges && kInputs == 1 && kVectors > 0 && kColumnSums == 0;
-  // Whether a thread loads its row vectors before it reduces, and keeps them: if it has few packs.
+  // Whether a thread loads its row vectors before it reduces, so that it waits for memory only
+  // once, and keeps them. With more words, blocks of 1024 threads would spill registers; head and
+  // tail elements take some, too.
   static constexpr int kWords = kHeld * V * (kInputs + kVectors) + (kHasEdges ? 16 : 0);
   static constexpr bool kKeeps = kColumnSums > 0 ||
                                  (kVectors > 0 && kRows == 1 && kHeld <= 2 && kWords <= 48);

@@ -584,7 +584,8 @@ int64_t TestNorms(const RowsProblem& p, int64_t step) {
       TestNorm<T, S>(p, center, true, true, offset, offset);
       TestNorm<T, S>(p, center, false, false, offset, other);
       TestNorm<T, T>(p, center, true, true, other, offset);
-      launches += 12;
+      TestNorm<T, T>(p, center, true, false, offset, offset);
+      launches += 15;
     }
   }
   return launches;
@@ -693,7 +694,7 @@ int64_t TestWidePlans() {
 }  // namespace
 
 // Arguments: "brief" for fewer cases, or "full", then a part: "plans", "strided", "group_norm",
-// "softmax", "norm" or "long". Without a part, all of them.
+// "softmax", "norm", "many" or "long". Without a part, all of them.
 int main(int argc, char** argv) {
   const bool brief = argc > 1 && std::strcmp(argv[1], "brief") == 0;  // under compute-sanitizer
   const auto wanted = [=](const char* part) { return argc < 3 || std::strcmp(argv[2], part) == 0; };
@@ -738,6 +739,24 @@ int main(int argc, char** argv) {
     if (wanted("softmax")) launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 8);
     if (wanted("norm")) launches += TestNorms<Half>(p, 8) + TestNorms<BFloat16>(p, 8);
   }
+  // Enough rows for the ordinary instances of WholeRowsKernel, on GPUs with up to 134
+  // multiprocessors: the rows above run on those for few rows.
+  if (!brief && wanted("many")) {
+    for (const RowsProblem& p :
+         {RowsProblem{1100, 140, 1}, RowsProblem{600, 577, 1}, RowsProblem{1100, 384, 1},
+          RowsProblem{1100, 768, 1}, RowsProblem{600, 1001, 1}, RowsProblem{1100, 333, 1},
+          RowsProblem{9001, 33, 1}, RowsProblem{9001, 60, 1}, RowsProblem{9001, 131, 1},
+          RowsProblem{9001, 9, 1}, RowsProblem{9001, 17, 1}, RowsProblem{9001, 18, 1},
+          RowsProblem{2000, 257, 1}, RowsProblem{1000, 1024, 1}, RowsProblem{136000, 8, 1}}) {
+      launches += TestType<Half>(p, 16) + TestType<BFloat16>(p, 16) + TestType<float>(p, 16);
+      launches += TestNorms<Half>(p, 16) + TestNorms<BFloat16>(p, 16) + TestNorms<float>(p, 16);
+    }
+    // Sums over rows of enough elements for the kernels that also compute the gradient of x, and of
+    // few elements in whole packs.
+    launches += TestNorms<float>({4300, 517, 1}, 16) + TestNorms<double>({4300, 517, 1}, 16);
+    launches += TestNorms<BFloat16>({220000, 10, 1}, 16) + TestNorms<float>({220000, 10, 1}, 16);
+    launches += TestNorms<Half>({600, 256, 1}, 16) + TestNorms<double>({600, 256, 1}, 16);
+  }
   // Long rows: more rows than teams, with row lengths that put the rows' starts at one, at two and
   // at all offsets within a pack. Rows of 76,800 with an f32 residual fill a block's shared memory.
   for (const RowsProblem& p :
@@ -756,10 +775,8 @@ int main(int argc, char** argv) {
           RowsProblem{2200, 1025, 1}, RowsProblem{2300, 1024, 1}, RowsProblem{600, 20001, 1},
           RowsProblem{120, 40000, 1}, RowsProblem{2, 84429, 1}, RowsProblem{300, 50257, 1},
           RowsProblem{kKinds, 128256, 1}, RowsProblem{1, 2000003, 1},
-          // Enough rows, on GPUs with up to 134 multiprocessors, for the instances of
-          // WholeRowsKernel with more than one row or many packs per thread, and enough elements
-          // for sums over rows in the same kernel.
-          RowsProblem{280000, 8, 1}, RowsProblem{140000, 16, 1}, RowsProblem{72000, 32, 1},
+          // Rows of whole packs, with enough elements for sums over rows in the same kernel.
+          RowsProblem{280000, 8, 1}, RowsProblem{140000, 16, 1}, RowsProblem{72000, 40, 1},
           RowsProblem{36000, 64, 1}, RowsProblem{18000, 128, 1}, RowsProblem{9000, 256, 1},
           RowsProblem{4300, 512, 1}, RowsProblem{1500, 2048, 1}, RowsProblem{36000, 60, 1},
           // Odd lengths, with enough rows for each number of lanes and packs of a thread.
