@@ -1290,7 +1290,13 @@ OF_FEATURES = {
 
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
 @pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, "a"), P(None, "b", "a")], ids=str)
-@pytest.mark.parametrize("name", OF_FEATURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if "_of_" in name else [])
+        for name in OF_FEATURES
+    ],
+)
 def test_features_of_graphs_over_explicit_axes(name, spec):
     """Features that are sharded keep their sharding, or are gathered with a warning."""
     shape, f = OF_FEATURES[name]
