@@ -610,6 +610,17 @@ int64_t TestType(const RowsProblem& p, int64_t step) {
   return launches;
 }
 
+// The lanes of few rows, on a GPU with 132 multiprocessors; 0: they have no instance of their own.
+constexpr int LanesOfFew(int pack, int vectors, int64_t rows, int64_t n) {
+  const WholeRowsTraits traits{1, vectors, 0, pack, false, 8, 8, false};
+  return TeamOfFewRows(traits, n % pack != 0, n, rows, 132 * 512).lanes;
+}
+static_assert(LanesOfFew(4, 0, 220, 1024) == 256 && LanesOfFew(8, 2, 273, 512) == 64);
+static_assert(LanesOfFew(8, 0, 1, 8192) == 1024 && LanesOfFew(8, 0, 1, 8200) == 0);
+static_assert(LanesOfFew(4, 1, 37, 16384) == 1024 && LanesOfFew(4, 0, 37, 16384) == 0);
+static_assert(LanesOfFew(8, 2, 30, 8975) == 0 && LanesOfFew(4, 1, 1, 16388) == 0);
+static_assert(LanesOfFew(8, 2, 131072, 1024) == 0 && LanesOfFew(8, 2, 7, 110) == 16);
+
 // If WideRowsKernel is compiled for a traced program, there is a plan for any number of rows on
 // each GPU with clusters. Returns the number of failures. Needs no GPU.
 int64_t TestWidePlans() {
