@@ -297,7 +297,8 @@ cudaError_t LaunchColumnSums(const NormVjpCall& call, const RowsDevice& device,
   while (lanes > 1 && lanes / 2 * V >= n) lanes /= 2;
   while (threads > 32 && threads / lanes * kColumnBatch > rows) threads /= 2;
   const int64_t blocks = (n + lanes * V - 1) / (lanes * V);
-  // A thread adds up at least four batches. More parts would take longer to add than they save.
+  // A part has about four batches for each thread. More parts would take longer to add than they
+  // save.
   const int64_t least_rows = 4 * (threads / lanes * kColumnBatch);
   int64_t parts = (rows + least_rows - 1) / least_rows;
   parts = std::min({parts, call.parts, std::max<int64_t>(8 * device.multiprocessors / blocks, 1)});
