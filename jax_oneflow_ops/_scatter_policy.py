@@ -155,7 +155,7 @@ GRID_MOST, GRID_UPDATES, GRID_SUMS = 8192, 64, 2**16
 #   56,306 rows of 256 f16 into 929           33,  38,  45     27,  33,  27
 #   3.3M rows of 3 f16 into 8.9M             502, 367, 431    300, 918, 826
 # If the caller promises that ids are sorted, sums take 5.5 us and move bytes. Atomics take less
-# time if there are few updates, as they then take 2.5 us, or 3.8 us if they need scratch space; but
+# time if there are few updates, as they then take 2.2 us, or 3.3 us if they need scratch space; but
 # single elements in order wait for each other (in us, sorted and with atomics):
 #   4000 rows of 17 f32 into 200    6.8, 4.8      1M rows of 17 f32 into 50,000    40, 58
 #   30,000 rows of 8 f32 into 1500  7.1, 4.4      30,000 rows of 768 f32 into 1500  40, 57
@@ -164,7 +164,7 @@ SECTOR_BYTES = 32
 ATOMIC_US, UPDATES_PER_US = 11e-6, 4.5e6
 HOT, WIDE_BYTES = 1.4, 512
 NOT_CACHED_BYTES, NOT_CACHED = 25 * 2**20, 2.3
-IN_ORDER_US, KERNELS_US, SCRATCH_KERNELS_US, ELEMENTS_IN_ORDER = 5.5, 2.5, 3.8, 3
+IN_ORDER_US, KERNELS_US, SCRATCH_KERNELS_US, ELEMENTS_IN_ORDER = 5.5, 2.2, 3.3, 3
 SORT_US, SORT_WIDE_US = (30, 20e-6), (40, 35e-6)
 SORTED_ROW_US, SORTED_ELEMENT_US = 15e-6, 27e-6
 BYTES_PER_US = 2.8e6
@@ -174,11 +174,17 @@ BYTES_PER_US = 2.8e6
 # few updates, copies cost more than they save; but 16-bit sums need one copy anyway, so they gain
 # earlier: 32,768 bf16 into 512 sums take 7.4 us with one copy and 4.7 us with four. Copies should
 # stay in the L2 cache: 1M rows of 128 f32 with uniform ids take 300 us with one copy of 5 MB, and
-# 475 us with eight.
+# 475 us with eight. Rows of WIDE_BYTES spread over many sectors, so copies gain less. In us on an
+# H200 for ids that are uniform, and that have a Zipf distribution, without copies and with eight:
+#   3442 rows of 32 f32 into 107      2.9, 3.2    4.9, 4.8
+#   20,000 rows of 32 f32 into 107    4.4, 9.1    5.4, 5.6
+#   40,000 rows of 128 f32 into 100   18, 32      14, 18
+#   87,041 rows of 256 f32 into 909   46, 69      53, 58
 ATOMIC_COPIES = 32
 ATOMIC_COPY_BYTES = 2**24
 ATOMIC_UPDATE_BYTES = 8
 ATOMIC_COPY_ELEMENTS, ATOMIC_ROUNDED_ELEMENTS = 2**15, 2**13
+ATOMIC_COPY_UPDATES, ATOMIC_WIDE_HITS = 2**13, 128
 # 16-bit sums with atomics go through an f32 scratch unless it has more than SCRATCH_ROWS rows for
 # each update. Beyond that, up to IN_PLACE_UPDATES updates are added to the result directly, which
 # rounds each addition, unless ids are sorted; more updates are sorted.
@@ -383,12 +389,16 @@ def _in_scratch(p: Problem) -> bool:
 
 def _copies(p: Problem) -> int:
     """The number of copies of the sums that atomics add to."""
+    sums, updates = max(1, _sum_bytes(p)), p.batch * p.updates
+    if not _in_scratch(p):
+        is_wide = p.inner * int(p.dtype.itemsize) >= WIDE_BYTES
+        if updates < ATOMIC_COPY_UPDATES or (is_wide and p.updates < ATOMIC_WIDE_HITS * p.rows):
+            return 1
     elements = ATOMIC_ROUNDED_ELEMENTS if p.is_rounded() else ATOMIC_COPY_ELEMENTS
-    sums = max(1, _sum_bytes(p))
     room = min(
         ATOMIC_COPY_BYTES // sums,
         _update_bytes(p) // (ATOMIC_UPDATE_BYTES * sums),
-        p.batch * p.updates * p.inner // elements,
+        updates * p.inner // elements,
     )
     return 1 << max(1, min(ATOMIC_COPIES, room)).bit_length() - 1
 

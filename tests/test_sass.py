@@ -59,8 +59,8 @@ DROPS_HALVES = re.compile(r"\bCast<(?:(?:un)?signed )?(?:char|short|int), (?:uns
 # are tuned for sm_90, where it puts none there.
 AMPERE_STACK = 16
 AMPERE_KERNELS = re.compile(
-    r"\b(RunsKernel|CombineKernel|GroupsKernel|SumElementsKernel|SumColumnsKernel|SumTilesKernel|"
-    r"ReduceKernel)<"
+    r"\b(RunsKernel|CombineKernel|FewRowsKernel|GroupsKernel|SumElementsKernel|SumColumnsKernel|"
+    r"SumTilesKernel|ReduceKernel)<"
 )
 
 
@@ -148,16 +148,16 @@ def test_no_kernel_is_overlooked(kernels):
 
 WIDE_KERNELS = {
     # Patterns of kernel names, and the accesses that these kernels must have.
-    r"GatherKernel<16, (int|long), ": (r"LDG.*\.128", r"STG.*\.128"),
+    r"GatherKernel<16, \d, (int|long), ": (r"LDG.*\.128", r"STG.*\.128"),
     r"GatherPacksKernel<": (r"STG.*\.128",),
     r"SumRowsKernel<\S*(Half|BFloat16)>, 8, true, ": (r"LDG.*\.128", r"STG.*\.128"),
     r"SumRowsKernel<\S*<float>, 4, true, ": (r"LDG.*\.128", r"STG.*\.128"),
     r"SumElementsKernel<": (r"LDG.*\.128",),
     r"SumPartKernel<\S*(Half|BFloat16|float)>, int, 1, ": (r"LDG.*\.128",),
     r"SumPartKernel<\S*<float>, int, 4, ": (r"LDG.*\.128",),
-    r"CombineKernel<\S*(Half|BFloat16), 8, ": (r"LDG.*\.128",),
-    r"CombineKernel<float, 4, \d, \S*<float>": (r"LDG.*\.128",),
-    r"CombineKernel<float, 4, \d, \S*(Half|BFloat16)>": (r"LDG.*\.64",),
+    r"(Combine|FewRows)Kernel<\S*(Half|BFloat16), 8, ": (r"LDG.*\.128",),
+    r"(Combine|FewRows)Kernel<float, 4, \d, \S*<float>": (r"LDG.*\.128",),
+    r"(Combine|FewRows)Kernel<float, 4, \d, \S*(Half|BFloat16)>": (r"LDG.*\.64",),
     r"\b((?<!jof::common::)Rows|ShiftedRows|Tile|Runs|Interleave|Deinterleave)Kernel<": (
         r"LDG.*\.128",
         r"STG.*\.128",
@@ -165,9 +165,9 @@ WIDE_KERNELS = {
 }
 # Hopper adds 16 bytes in one instruction.
 HOPPER_KERNELS = {
-    r"CombineKernel<\S*Half, 8, ": (r"REDG.*\.F16x8",),
-    r"CombineKernel<\S*BFloat16, 8, ": (r"REDG.*\.BF16x8",),
-    r"CombineKernel<float, 4, ": (r"REDG.*\.F32x4",),
+    r"(Combine|FewRows)Kernel<\S*Half, 8, ": (r"REDG.*\.F16x8",),
+    r"(Combine|FewRows)Kernel<\S*BFloat16, 8, ": (r"REDG.*\.BF16x8",),
+    r"(Combine|FewRows)Kernel<float, 4, ": (r"REDG.*\.F32x4",),
 }
 
 

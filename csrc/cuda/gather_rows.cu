@@ -9,12 +9,15 @@
 JOF_NAMESPACE_BEGIN
 namespace {
 
-// A thread moves kItems words that are kBlockSize apart. It loads all of their ids, then all of
-// their rows. With one word per thread, memory would idle while the thread waits for the id.
-constexpr int kItems = 4;
+constexpr int kItemsOfMany = 4;
+// Up to this number of words, a thread moves one.
+constexpr int64_t kFewWords = 1 << 18;
 
-// Offset is uint32_t or uint64_t, wide enough to index the words of the result.
-template <int kBytes, typename Index, typename Offset>
+// A thread moves kItems words that are kBlockSize apart. It loads all of their ids, then all of
+// their rows. With one word per thread, memory would idle while the thread waits for the id, unless
+// there are few words. Offset is uint32_t or uint64_t, wide enough to index the words of the
+// result.
+template <int kBytes, int kItems, typename Index, typename Offset>
 __global__ void __launch_bounds__(kBlockSize)
     GatherKernel(IndexRule rule, Offset items, bool shared_ids, FastDivider<Offset> by_inner,
                  FastDivider<Offset> by_rows, Word<kBytes> fill,
@@ -97,6 +100,18 @@ cudaError_t Gather(const GatherCall& call, cudaStream_t stream) {
   Unit filler;
   std::memcpy(&filler, bytes, kBytes);
   const int64_t inner = p.inner * call.element_bytes / kBytes, items = p.batch * p.rows * inner;
+  const auto by_words = [&](auto offset, auto items_of_thread) {
+    using Offset = decltype(offset);
+    constexpr int kItems = decltype(items_of_thread)::value;
+    return LaunchItems(GatherKernel<kBytes, kItems, Index, Offset>, (items + kItems - 1) / kItems,
+                       stream, p.rule, static_cast<Offset>(items), p.shared_ids,
+                       FastDivider<Offset>(static_cast<Offset>(inner)),
+                       FastDivider<Offset>(static_cast<Offset>(p.rows)), filler,
+                       static_cast<const Unit*>(call.table), static_cast<const Index*>(call.ids),
+                       static_cast<Unit*>(call.result));
+  };
+  if (items <= kFewWords) return by_words(uint32_t{}, std::integral_constant<int, 1>());
+  const std::integral_constant<int, kItemsOfMany> many;
   const auto launch = [&](auto offset) {
     using Offset = decltype(offset);
     if constexpr (kBytes <= 4) {
@@ -111,14 +126,9 @@ cudaError_t Gather(const GatherCall& call, cudaStream_t stream) {
                            static_cast<const Index*>(call.ids), static_cast<Unit*>(call.result));
       }
     }
-    return LaunchItems(GatherKernel<kBytes, Index, Offset>, (items + kItems - 1) / kItems, stream,
-                       p.rule, static_cast<Offset>(items), p.shared_ids,
-                       FastDivider<Offset>(static_cast<Offset>(inner)),
-                       FastDivider<Offset>(static_cast<Offset>(p.rows)), filler,
-                       static_cast<const Unit*>(call.table), static_cast<const Index*>(call.ids),
-                       static_cast<Unit*>(call.result));
+    return by_words(offset, many);
   };
-  const bool is_small = items + kBlockSize * kItems < FastDivider<uint32_t>::kLimit;
+  const bool is_small = items + kBlockSize * kItemsOfMany < FastDivider<uint32_t>::kLimit;
   return is_small ? launch(uint32_t{}) : launch(uint64_t{});
 }
 

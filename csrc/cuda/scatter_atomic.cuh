@@ -3,23 +3,32 @@
 // On an H200, atomics take 15 ps per 32-byte sector if they are spread, but 2.5 ns if all of them
 // go to one sector. So the time depends on how many atomics hit the same row.
 //
-// GroupsKernel, for rows of three or more packs: a warp takes a group of 4 to 32 rows, and up to 32
-// packs of each. It sorts them by id, and adds each run of equal ids in registers, so that rows
-// which are hot, or already in order, cost few atomics. In us on an H100, with CombineKernel and
-// with GroupsKernel, for ids that are uniform, sorted, and half equal (one copy of the sums):
+// All kernels first combine rows with the same id, so that rows which are hot, or already in order,
+// cost fewer atomics.
+//
+// FewRowsKernel, for rows of three or more packs, unless there are many: a thread takes a pack of
+// each of two to eight consecutive rows, and combines them in registers. It loads ids and updates
+// at the same time. In us on an H200, added one by one as XLA does, by FewRowsKernel, and by
+// GroupsKernel with the best size of groups, for ids that are uniform, half equal, and sorted (one
+// copy of the sums):
+//   256 rows of 256 f32 into 15        1.4, 2.3, 1.6    1.5, 2.1, 1.4    2.3, 2.5, 2.3
+//   2048 rows of 256 f32 into 1000     2.1, 11, 2.1     2.2, 6.1, 2.0    2.7, 6.6, 2.5
+//   8371 rows of 256 f32 into 3514     6.1, 43, 6.2     6.3, 14, 5.4     8.7, 11, 8.2
+//   87,041 rows of 256 f32 into 909    43, 224, 50      44, 73, 25       46, 53, 30
+//
+// GroupsKernel, for many such rows: a warp takes 32 rows, and up to 32 packs of each. It sorts them
+// by id, and adds each run of equal ids in registers. In us on an H100, with CombineKernel and with
+// GroupsKernel, for ids that are uniform, sorted, and half equal:
 //   1M rows of 128 f16 into 10,000      253, 187, 1250      228, 103, 267
 //   715,000 rows of 17 f32 into 20,000  50, 108, 1113       43, 34, 76
-//   9267 rows of 100 f16 into 1199      4.3, 6.5, 26        3.9, 3.1, 8
-// Larger groups combine more rows, but then there are fewer warps: 47,766 rows of 17 f16 take 4.4
-// us in groups of 16 and 5.9 in groups of 32.
 //
-// CombineKernel, for rows of one or two packs, and for few short rows:
+// CombineKernel, for rows of one or two packs:
 // - Neighbouring lanes add neighbouring 16-byte packs.
 // - A thread takes several packs, and first combines those with the same target. Then, if several
 //   lanes of a warp have the same row as their first target, the warp combines all of its packs for
 //   that row: 1M rows of 4 f32, half of which go to one row, take 21 us instead of 880.
-// - If there are few packs, each has its own thread: 20,000 rows of 8 f16 take 2.1 us, and 2.9 in
-//   groups.
+// - If there are few packs, a thread takes one or two: 54,322 rows of 2 f32 with uniform ids take
+//   2.7 us with two, and 5.2 with eight.
 //
 // There are several copies of the sums if the scratch has room. Blocks use the copies round-robin,
 // and a second kernel combines them. With 16 copies, 4.5M rows of 8 bf16 take 88 us, 150 us if
@@ -64,7 +73,7 @@ __device__ __forceinline__ void Add(const R& reduction, const typename R::Value 
 // The problem in units of packs. Offset is uint32_t or uint64_t, wide enough to index the packs of
 // the updates and of one copy of the sums.
 template <typename R, typename Index, typename Offset>
-struct GroupScatter {
+struct RowsScatter {
   static constexpr Offset kNone = ~Offset{0};
 
   R reduction;
@@ -72,9 +81,10 @@ struct GroupScatter {
   Offset rows, inner;  // rows of all problems, packs per row
   int64_t outputs;     // elements per copy of the sums
   unsigned copies;
-  Offset group;  // rows that a warp takes
   bool shared_ids;
-  FastDivider<Offset> by_parts, by_rows;  // parts of a row of up to kWarp packs; rows of a problem
+  // The number of parts of a row that different warps (or, in FewRowsKernel, threads) take; the
+  // rows of a problem.
+  FastDivider<Offset> by_parts, by_rows;
   const Index* ids;
 
   // The first pack of the sums that a row is added to, or kNone.
@@ -86,25 +96,61 @@ struct GroupScatter {
   }
 };
 
+template <typename To, int kPack, int kRows, typename R, typename Index, typename Offset>
+__global__ void __launch_bounds__(kBlockSize)
+    FewRowsKernel(const RowsScatter<R, Index, Offset> s,
+                  const typename R::Element* __restrict__ updates, To* __restrict__ sums) {
+  using Sum = typename R::Value;
+  constexpr Offset kNone = RowsScatter<R, Index, Offset>::kNone;
+  Offset column;
+  const Offset first = kRows * s.by_parts.DivMod(ItemIndex<Offset>(), &column);
+  if (first >= s.rows) return;
+  Offset target[kRows];
+  Sum sum[kRows][kPack];
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
+    const Offset row = min(first + k, s.rows - 1);
+    target[k] = first + k < s.rows ? s.Target(row) : kNone;
+    const auto pack =
+        LoadPack<kPack>(updates + static_cast<int64_t>(row * s.inner + column) * kPack);
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) sum[k][j] = s.reduction.Load(pack.elem[j]);
+  }
+  To* const own = sums + blockIdx.x % s.copies * s.outputs;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    if (target[i] == kNone) continue;
+#pragma unroll
+    for (int k = i + 1; k < kRows; ++k) {
+      if (target[k] != target[i]) continue;
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) sum[i][j] = s.reduction.Combine(sum[i][j], sum[k][j]);
+      target[k] = kNone;
+    }
+    Add<kPack>(s.reduction, sum[i], own, static_cast<int64_t>(target[i] + column) * kPack,
+               s.outputs);
+  }
+}
+
 template <typename To, int kPack, typename R, typename Index, typename Offset>
 __global__ void __launch_bounds__(kBlockSize)
-    GroupsKernel(const GroupScatter<R, Index, Offset> s,
+    GroupsKernel(const RowsScatter<R, Index, Offset> s,
                  const typename R::Element* __restrict__ updates, To* __restrict__ sums) {
   using Sum = typename R::Value;
-  constexpr Offset kNone = GroupScatter<R, Index, Offset>::kNone;
+  constexpr Offset kNone = RowsScatter<R, Index, Offset>::kNone;
   constexpr unsigned kAll = ~0u;
   constexpr int kLoads = 4;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   Offset part;
   const Offset first =
-      s.group * s.by_parts.DivMod(
-                    Offset{blockIdx.x} * (kBlockSize / kWarp) + static_cast<Offset>(warp), &part);
+      kWarp * s.by_parts.DivMod(
+                  Offset{blockIdx.x} * (kBlockSize / kWarp) + static_cast<Offset>(warp), &part);
   if (first >= s.rows) return;
 
   // A lane has one row: where it begins, and its target. If targets occur more than once, rows are
   // sorted by the first lane with their target, and those without a target come last.
-  const int rows = static_cast<int>(min(s.group, s.rows - first));
+  const int rows = static_cast<int>(min(Offset{kWarp}, s.rows - first));
   Offset from = (first + static_cast<Offset>(lane)) * s.inner;
   Offset target = lane < rows ? s.Target(first + static_cast<Offset>(lane)) : kNone;
   const unsigned same = __match_any_sync(kAll, target);
@@ -134,7 +180,7 @@ __global__ void __launch_bounds__(kBlockSize)
   const Offset column = part * kWarp;
   const int packs = static_cast<int>(min(Offset{kWarp}, s.inner - column));
   const int teams = kWarp / packs, team = lane / packs;
-  const int each = (static_cast<int>(s.group) + teams - 1) / teams;
+  const int each = (kWarp + teams - 1) / teams;
   const int begin = team * each, end = team < teams ? min(begin + each, kWarp) : 0;
   const Offset pack = column + static_cast<Offset>(lane - team * packs);
   To* const own = sums + blockIdx.x % s.copies * s.outputs;
@@ -183,13 +229,13 @@ __global__ void __launch_bounds__(kBlockSize)
   if (team < teams && (team == 0 || previous != row)) flush();
 }
 
-// ---- rows of one or two packs, and few short rows ----
+// ---- rows of one or two packs ----
 
 // How many lanes with the same target are worth combining.
 constexpr int kHot = 4;
 
 template <typename R, typename Index, typename Offset>
-struct AtomicScatter {  // in units of packs, like GroupScatter
+struct PacksScatter {  // in units of packs, like RowsScatter
   static constexpr Offset kNone = ~Offset{0};
 
   R reduction;
@@ -197,7 +243,7 @@ struct AtomicScatter {  // in units of packs, like GroupScatter
   Offset items, inner;  // packs of all updates, packs per row
   int64_t outputs;      // elements per copy of the sums
   unsigned copies;
-  int lanes;  // `inner`, as a lane count
+  int lanes;  // `inner`, as a lane count: 1 or 2
   bool shared_ids;
   FastDivider<Offset> by_inner, by_rows;
   const Index* ids;
@@ -215,10 +261,10 @@ struct AtomicScatter {  // in units of packs, like GroupScatter
 
 template <typename To, int kPack, int kItems, typename R, typename Index, typename Offset>
 __global__ void __launch_bounds__(kBlockSize)
-    CombineKernel(const AtomicScatter<R, Index, Offset> s,
+    CombineKernel(const PacksScatter<R, Index, Offset> s,
                   const typename R::Element* __restrict__ updates, To* __restrict__ sums) {
   using Sum = typename R::Value;
-  constexpr Offset kNone = AtomicScatter<R, Index, Offset>::kNone;
+  constexpr Offset kNone = PacksScatter<R, Index, Offset>::kNone;
   const Offset first = Offset{blockIdx.x} * (kBlockSize * kItems) + threadIdx.x;
   Offset target[kItems];
   Sum value[kItems][kPack];
@@ -294,12 +340,11 @@ __global__ void __launch_bounds__(kBlockSize)
   }
 }
 
-// Up to this number of items, each has its own thread. It is a quarter of the threads that run at
-// once. With a higher limit, hot rows would cost more than the additional threads save.
-constexpr int64_t kFewItems = 1 << 16;
+// Up to this number of sums, each has its own thread in FinishKernel.
+constexpr int64_t kFewSums = 1 << 16;
 
 // Combines the copies of the sums, and rounds. A thread takes a pack of the result, which is a
-// single element if there are few.
+// single element if there are few. It loads packs of several copies at once.
 template <int kPack, typename R>
 __global__ void __launch_bounds__(kBlockSize)
     FinishKernel(R reduction, int64_t outputs, int copies, bool has_operand,
@@ -307,12 +352,21 @@ __global__ void __launch_bounds__(kBlockSize)
                  typename R::Element* __restrict__ result) {
   const int64_t at = ItemIndex<int64_t>() * kPack;
   if (at >= outputs) return;
+  constexpr int kLoads = 8;
   auto sum = LoadPack<kPack>(sums + at);
-#pragma unroll 8
-  for (int k = 1; k < copies; ++k) {
-    const auto more = LoadPack<kPack>(sums + k * outputs + at);
+  for (int first = 1; first < copies; first += kLoads) {
+    Pack<typename R::Value, kPack> more[kLoads];
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) sum.elem[j] = reduction.Combine(sum.elem[j], more.elem[j]);
+    for (int k = 0; k < kLoads; ++k) {
+      more[k] = LoadPack<kPack>(sums + min(first + k, copies - 1) * outputs + at);
+    }
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) {
+        if (first + k < copies) sum.elem[j] = reduction.Combine(sum.elem[j], more[k].elem[j]);
+      }
+    }
   }
   Pack<typename R::Element, kPack> pack{};
   if (has_operand) pack = LoadPack<kPack>(result + at);
@@ -335,63 +389,77 @@ cudaError_t FinishAll(R reduction, const ScatterCall& call, int64_t outputs, cud
                        static_cast<int>(call.splits), call.has_operand(), sums, result);
   };
   constexpr int kPack = kPackSize<Sum>;
-  const bool is_packed = outputs > kFewItems && outputs % kPack == 0 &&
+  const bool is_packed = outputs > kFewSums && outputs % kPack == 0 &&
                          IsAligned(sums, kPackBytes) &&
                          IsAligned(result, kPack * static_cast<int64_t>(sizeof(T)));
   return is_packed ? launch(std::integral_constant<int, kPack>())
                    : launch(std::integral_constant<int, 1>());
 }
 
-// Whether GroupsKernel is used. CombineKernel is faster for few rows whose packs divide a warp.
-inline bool InGroups(int64_t items, int64_t packs) {
-  return packs > 2 && (items > kFewItems || packs > kWarp / 2 || (packs & (packs - 1)) != 0);
-}
+// From this number of rows on, or parts of rows of 32 packs, warps take groups of them.
+constexpr int64_t kManyParts = 1 << 18;
 
-// The rows of a group: more if there are so many that all multiprocessors have enough groups.
-inline int64_t GroupOf(int64_t rows) {
-  int64_t group = kWarp;
-  while (group > 4 && rows < 64 * group * group) group /= 2;
-  return group;
-}
-
-template <int kPack, typename Index, typename Offset, typename R, typename To>
-cudaError_t CombineGroups(R reduction, const ScatterCall& call, To* sums, cudaStream_t stream) {
+// For rows of three or more packs.
+template <int kPack, typename Index, typename R, typename To>
+cudaError_t CombineRows(R reduction, const ScatterCall& call, bool is_wide, To* sums,
+                        cudaStream_t stream) {
   const ScatterProblem& p = call.problem;
   const int64_t rows = p.batch * p.rows, inner = p.inner / kPack;
-  const int64_t parts = (inner + kWarp - 1) / kWarp;
-  const int64_t group = GroupOf(rows * parts);
-  GroupScatter<R, Index, Offset> s{};
-  s.reduction = reduction;
-  s.rule = p.rule;
-  s.rows = static_cast<Offset>(rows);
-  s.inner = static_cast<Offset>(inner);
-  s.outputs = p.batch * p.size() * p.inner;
-  s.copies = static_cast<unsigned>(call.splits);
-  s.group = static_cast<Offset>(group);
-  s.shared_ids = p.shared_ids;
-  s.by_parts = FastDivider<Offset>(static_cast<Offset>(parts));
-  s.by_rows = FastDivider<Offset>(static_cast<Offset>(p.rows));
-  s.ids = static_cast<const Index*>(call.ids);
-  return LaunchItems(GroupsKernel<To, kPack, R, Index, Offset>,
-                     (rows + group - 1) / group * parts * kWarp, stream, s,
-                     static_cast<const typename R::Element*>(call.updates), sums);
+  const int64_t warp_parts = (inner + kWarp - 1) / kWarp;
+  const auto problem = [&](auto offset, int64_t parts) {
+    using Offset = decltype(offset);
+    RowsScatter<R, Index, Offset> s{};
+    s.reduction = reduction;
+    s.rule = p.rule;
+    s.rows = static_cast<Offset>(rows);
+    s.inner = static_cast<Offset>(inner);
+    s.outputs = p.batch * p.size() * p.inner;
+    s.copies = static_cast<unsigned>(call.splits);
+    s.shared_ids = p.shared_ids;
+    s.by_parts = FastDivider<Offset>(static_cast<Offset>(parts));
+    s.by_rows = FastDivider<Offset>(static_cast<Offset>(p.rows));
+    s.ids = static_cast<const Index*>(call.ids);
+    return s;
+  };
+  const auto* const updates = static_cast<const typename R::Element*>(call.updates);
+  const auto in_groups = [&](auto offset) {
+    using Offset = decltype(offset);
+    return LaunchItems(GroupsKernel<To, kPack, R, Index, Offset>,
+                       (rows + kWarp - 1) / kWarp * warp_parts * kWarp, stream,
+                       problem(offset, warp_parts), updates, sums);
+  };
+  const auto by_threads = [&](auto rows_of_thread) {
+    constexpr int kRows = decltype(rows_of_thread)::value;
+    return LaunchItems(FewRowsKernel<To, kPack, kRows, R, Index, uint32_t>,
+                       (rows + kRows - 1) / kRows * inner, stream, problem(uint32_t{}, inner),
+                       updates, sums);
+  };
+  if (is_wide) return in_groups(uint64_t{});
+  if (rows * warp_parts >= kManyParts) return in_groups(uint32_t{});
+  // More rows of a thread cost up to a microsecond, but save atomics where rows are hot, each of
+  // which takes 4 ns.
+  constexpr int kMostRows = kPack <= 4 ? 8 : 4;
+  if (rows <= 256) return by_threads(std::integral_constant<int, 2>());
+  if (rows <= 2048) return by_threads(std::integral_constant<int, 4>());
+  return by_threads(std::integral_constant<int, kMostRows>());
 }
 
+// For rows of one or two packs.
 template <int kPack, typename Index, typename R, typename To>
-cudaError_t CombineAll(R reduction, const ScatterCall& call, To* sums, cudaStream_t stream) {
+cudaError_t CombinePacks(R reduction, const ScatterCall& call, bool is_wide, To* sums,
+                         cudaStream_t stream) {
   constexpr int kMostItems = kPack == 1 ? 8 : 4;
   const ScatterProblem& p = call.problem;
   const int64_t inner = p.inner / kPack, items = p.batch * p.rows * inner;
-  const int64_t outputs = p.batch * p.size() * inner;
   const auto launch = [&](auto offset, auto items_of_thread) {
     using Offset = decltype(offset);
     constexpr int kItems = decltype(items_of_thread)::value;
-    AtomicScatter<R, Index, Offset> s{};
+    PacksScatter<R, Index, Offset> s{};
     s.reduction = reduction;
     s.rule = p.rule;
     s.items = static_cast<Offset>(items);
     s.inner = static_cast<Offset>(inner);
-    s.outputs = outputs * kPack;
+    s.outputs = p.batch * p.size() * p.inner;
     s.copies = static_cast<unsigned>(call.splits);
     s.lanes = static_cast<int>(inner);
     s.shared_ids = p.shared_ids;
@@ -402,16 +470,22 @@ cudaError_t CombineAll(R reduction, const ScatterCall& call, To* sums, cudaStrea
                        (items + kItems - 1) / kItems, stream, s,
                        static_cast<const typename R::Element*>(call.updates), sums);
   };
-  const int64_t limit = FastDivider<uint32_t>::kLimit;
   const std::integral_constant<int, kMostItems> most;
-  const bool is_wide = items + kBlockSize * most >= limit || outputs >= limit || p.size() >= limit;
-  if (InGroups(items, inner)) {
-    return is_wide ? CombineGroups<kPack, Index, uint64_t>(reduction, call, sums, stream)
-                   : CombineGroups<kPack, Index, uint32_t>(reduction, call, sums, stream);
-  }
   if (is_wide) return launch(uint64_t{}, most);
-  return items > kFewItems ? launch(uint32_t{}, most)
-                           : launch(uint32_t{}, std::integral_constant<int, 1>{});
+  if (items > 1 << 19) return launch(uint32_t{}, most);
+  return items > 1 << 16 ? launch(uint32_t{}, std::integral_constant<int, 2>())
+                         : launch(uint32_t{}, std::integral_constant<int, 1>());
+}
+
+template <int kPack, typename Index, typename R, typename To>
+cudaError_t CombineAll(R reduction, const ScatterCall& call, To* sums, cudaStream_t stream) {
+  constexpr int64_t kLimit = FastDivider<uint32_t>::kLimit, kMostOfBlock = 8 * kBlockSize;
+  const ScatterProblem& p = call.problem;
+  const int64_t inner = p.inner / kPack;
+  const bool is_wide = p.batch * p.rows * inner + kMostOfBlock >= kLimit ||
+                       p.batch * p.size() * inner >= kLimit || p.size() >= kLimit;
+  return inner > 2 ? CombineRows<kPack, Index>(reduction, call, is_wide, sums, stream)
+                   : CombinePacks<kPack, Index>(reduction, call, is_wide, sums, stream);
 }
 
 template <typename Index, typename R, typename To>
