@@ -30,9 +30,12 @@ struct ExpSumReductions : RowsProgram<T, 1> {
   template <int r, typename Row>
   __device__ __forceinline__ void Accumulate(const Row& row, C (&x)[1], const C*,
                                              C (&values)[1]) const {
-    const C term = r == 0 ? x[0] : ExpSum<T>::Term(x[0], row.centre);
+    C term = x[0];
+    if constexpr (r == 1) {
+      term = kReplaces ? ExpSum<T>::Term(x[0], row.centre) : ExpSum<T>::TermInSum(x[0], row.centre);
+      if (kReplaces) x[0] = term;
+    }
     values[0] = Combine<r>(values[0], term);
-    if (r == 1 && kReplaces) x[0] = term;
   }
   template <typename Row>
   __device__ __forceinline__ void Replace(const Row& row, C (&x)[1]) const {
