@@ -78,9 +78,9 @@ class Plan:
 
 
 # On CUDA, few updates take one kernel, in which each sum looks for its updates. It replaces three
-# kernels of at least 1 us each, if atomics need scratch space: 100 rows of 100 f16 into 40 sums
-# take 2.3 us, and 4.3 with atomics; 300 rows 2.9 and 4.3. Sums in a fixed order, and products, are
-# otherwise sorted, which takes 30 us. A block has one row of sums, or 512 bytes of it, or 32
+# kernels of at least 0.7 us each, if atomics need scratch space: 100 rows of 100 f16 into 40 sums
+# take 2.3 us, where earlier versions of the three took 4.3. Sums in a fixed order, and products,
+# are otherwise sorted, which takes 30 us. A block has one row of sums, or 512 bytes of it, or 32
 # elements if rows are not whole packs.
 FEW, FEW_IN_ORDER = 256, 1024
 FEW_BLOCKS = 1024
@@ -174,8 +174,10 @@ BYTES_PER_US = 2.8e6
 # few updates, copies cost more than they save; but 16-bit sums need one copy anyway, so they gain
 # earlier: 32,768 bf16 into 512 sums take 7.4 us with one copy and 4.7 us with four. Copies should
 # stay in the L2 cache: 1M rows of 128 f32 with uniform ids take 300 us with one copy of 5 MB, and
-# 475 us with eight. Rows of WIDE_BYTES spread over many sectors, so copies gain less. In us on an
-# H200 for ids that are uniform, and that have a Zipf distribution, without copies and with eight:
+# 475 us with eight. Sums that need no scratch have no copies if there are fewer than
+# ATOMIC_COPY_UPDATES updates, or fewer than ATOMIC_WIDE_HITS per sum where rows have WIDE_BYTES and
+# so spread over many sectors. In us on an H200 for ids that are uniform, and that have a Zipf
+# distribution, without copies and with eight:
 #   3442 rows of 32 f32 into 107      2.9, 3.2    4.9, 4.8
 #   20,000 rows of 32 f32 into 107    4.4, 9.1    5.4, 5.6
 #   40,000 rows of 128 f32 into 100   18, 32      14, 18

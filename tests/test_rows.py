@@ -403,6 +403,15 @@ def test_special_values_are_those_of_jax(name, axis, dtype):
         np.testing.assert_allclose(dx, wanted, rtol=2e-4 + 4 * rounding, atol=1e-6 + 4 * rounding)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("repeats", [1, 40, 2100])
+def test_numbers_whose_exponentials_overflow_beside_infinity(dtype, repeats):
+    x = jnp.asarray(np.repeat([INF, 95, 101.5, 110, 3], repeats), dtype)
+    assert jof.logsumexp(x, axis=-1) == INF
+    assert jof.softmax_cross_entropy_with_integer_labels(x, jnp.int32(-1)) == INF
+    assert np.isnan(jof.log_softmax(x)).all()
+
+
 def cross_entropy_in_jax(x, labels):
     of_label = jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
     return jax.nn.logsumexp(x, -1) - of_label

@@ -155,9 +155,15 @@ WIDE_KERNELS = {
     r"SumElementsKernel<": (r"LDG.*\.128",),
     r"SumPartKernel<\S*(Half|BFloat16|float)>, int, 1, ": (r"LDG.*\.128",),
     r"SumPartKernel<\S*<float>, int, 4, ": (r"LDG.*\.128",),
-    r"(Combine|FewRows)Kernel<\S*(Half|BFloat16), 8, ": (r"LDG.*\.128",),
-    r"(Combine|FewRows)Kernel<float, 4, \d, \S*<float>": (r"LDG.*\.128",),
-    r"(Combine|FewRows)Kernel<float, 4, \d, \S*(Half|BFloat16)>": (r"LDG.*\.64",),
+    **{
+        rf"{name}Kernel<{types}": (access,)
+        for name in ("Combine", "FewRows", "Groups")
+        for types, access in (
+            (r"\S*(Half|BFloat16), 8, ", r"LDG.*\.128"),
+            (r"float, 4, (\d, )?\S*<float>", r"LDG.*\.128"),
+            (r"float, 4, (\d, )?\S*(Half|BFloat16)>", r"LDG.*\.64"),
+        )
+    },
     r"\b((?<!jof::common::)Rows|ShiftedRows|Tile|Runs|Interleave|Deinterleave)Kernel<": (
         r"LDG.*\.128",
         r"STG.*\.128",
@@ -165,9 +171,13 @@ WIDE_KERNELS = {
 }
 # Hopper adds 16 bytes in one instruction.
 HOPPER_KERNELS = {
-    r"(Combine|FewRows)Kernel<\S*Half, 8, ": (r"REDG.*\.F16x8",),
-    r"(Combine|FewRows)Kernel<\S*BFloat16, 8, ": (r"REDG.*\.BF16x8",),
-    r"(Combine|FewRows)Kernel<float, 4, ": (r"REDG.*\.F32x4",),
+    rf"{name}Kernel<{types}": (access,)
+    for name in ("Combine", "FewRows", "Groups")
+    for types, access in (
+        (r"\S*Half, 8, ", r"REDG.*\.F16x8"),
+        (r"\S*BFloat16, 8, ", r"REDG.*\.BF16x8"),
+        (r"float, 4, ", r"REDG.*\.F32x4"),
+    )
 }
 
 

@@ -177,7 +177,7 @@ JOF_HOST_DEVICE JOF_INLINE float TwiceExpPolynomial(float r) {
 
 // e^(x + correction) for a tiny correction, 0 for x < -87. GPUs use it, too: their approximation of
 // 2^x has an error of up to 2 ulp, too much for the functions built on it, and saving 7
-// instructions makes no difference in f32.
+// instructions makes no difference in f32, except in sums of exponentials (ExpDifferenceInSum).
 JOF_HOST_DEVICE JOF_INLINE float ExpByPolynomial(float x, float correction) {
   float half_scale;
   const float r = ReduceExp(AtLeast(AtMost(x, 89.0f), -87.3f), &half_scale) + correction;

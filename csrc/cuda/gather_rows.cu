@@ -14,9 +14,9 @@ constexpr int kItemsOfMany = 4;
 constexpr int64_t kFewWords = 1 << 18;
 
 // A thread moves kItems words that are kBlockSize apart. It loads all of their ids, then all of
-// their rows. With one word per thread, memory would idle while the thread waits for the id, unless
-// there are few words. Offset is uint32_t or uint64_t, wide enough to index the words of the
-// result.
+// their rows. With one word per thread, memory would idle while threads wait for ids; but if there
+// are few words, more threads load at once. Offset is uint32_t or uint64_t, wide enough to index
+// the words of the result.
 template <int kBytes, int kItems, typename Index, typename Offset>
 __global__ void __launch_bounds__(kBlockSize)
     GatherKernel(IndexRule rule, Offset items, bool shared_ids, FastDivider<Offset> by_inner,
@@ -47,13 +47,13 @@ __global__ void __launch_bounds__(kBlockSize)
   }
 }
 
-// For rows of short words, such as 17 bf16, of which each would take as many instructions as a word
-// of 16 bytes. A thread stores kPackBytes of the result, from a row and the one after it. Rows have
-// at least kWords words.
+// For many rows of short words, such as 17 bf16, of which each would take as many instructions as a
+// word of 16 bytes. A thread stores kPackBytes of the result, from a row and the one after it. Rows
+// have at least kWords words.
 template <int kBytes, typename Index, typename Offset>
 __global__ void __launch_bounds__(kBlockSize)
-    GatherPacksKernel(IndexRule rule, Offset items, Offset rows, bool shared_ids,
-                      FastDivider<Offset> by_inner, FastDivider<Offset> by_rows, Word<kBytes> fill,
+    GatherPacksKernel(IndexRule rule, Offset items, bool shared_ids, FastDivider<Offset> by_inner,
+                      FastDivider<Offset> by_rows, Word<kBytes> fill,
                       const Word<kBytes>* __restrict__ table, const Index* __restrict__ ids,
                       Word<kBytes>* __restrict__ result) {
   constexpr int kWords = kPackBytes / kBytes;
@@ -69,7 +69,8 @@ __global__ void __launch_bounds__(kBlockSize)
   const Offset row = by_inner.DivMod(first, &d);
   const int own = static_cast<int>(min(Offset{kWords}, inner - d));  // words of the first row
   const Word<kBytes>* const from = source(row);
-  const Word<kBytes>* const next = own < kWords ? source(min(row + 1, rows - 1)) : from;
+  const bool has_next = own < kWords && first + own < items;
+  const Word<kBytes>* const next = has_next ? source(row + 1) : from;
   Word<kBytes> words[kWords];
 #pragma unroll
   for (int k = 0; k < kWords; ++k) {
@@ -100,36 +101,28 @@ cudaError_t Gather(const GatherCall& call, cudaStream_t stream) {
   Unit filler;
   std::memcpy(&filler, bytes, kBytes);
   const int64_t inner = p.inner * call.element_bytes / kBytes, items = p.batch * p.rows * inner;
-  const auto by_words = [&](auto offset, auto items_of_thread) {
+  const auto launch = [&](auto kernel, auto offset, int items_of_thread) {
     using Offset = decltype(offset);
-    constexpr int kItems = decltype(items_of_thread)::value;
-    return LaunchItems(GatherKernel<kBytes, kItems, Index, Offset>, (items + kItems - 1) / kItems,
-                       stream, p.rule, static_cast<Offset>(items), p.shared_ids,
+    return LaunchItems(kernel, (items + items_of_thread - 1) / items_of_thread, stream, p.rule,
+                       static_cast<Offset>(items), p.shared_ids,
                        FastDivider<Offset>(static_cast<Offset>(inner)),
                        FastDivider<Offset>(static_cast<Offset>(p.rows)), filler,
                        static_cast<const Unit*>(call.table), static_cast<const Index*>(call.ids),
                        static_cast<Unit*>(call.result));
   };
-  if (items <= kFewWords) return by_words(uint32_t{}, std::integral_constant<int, 1>());
-  const std::integral_constant<int, kItemsOfMany> many;
-  const auto launch = [&](auto offset) {
+  if (items <= kFewWords) return launch(GatherKernel<kBytes, 1, Index, uint32_t>, uint32_t{}, 1);
+  const auto launch_many = [&](auto offset) {
     using Offset = decltype(offset);
     if constexpr (kBytes <= 4) {
       constexpr int kWords = kPackBytes / kBytes;
       if (inner >= kWords && IsAligned(call.result, kPackBytes)) {
-        return LaunchItems(GatherPacksKernel<kBytes, Index, Offset>, (items + kWords - 1) / kWords,
-                           stream, p.rule, static_cast<Offset>(items),
-                           static_cast<Offset>(p.batch * p.rows), p.shared_ids,
-                           FastDivider<Offset>(static_cast<Offset>(inner)),
-                           FastDivider<Offset>(static_cast<Offset>(p.rows)), filler,
-                           static_cast<const Unit*>(call.table),
-                           static_cast<const Index*>(call.ids), static_cast<Unit*>(call.result));
+        return launch(GatherPacksKernel<kBytes, Index, Offset>, offset, kWords);
       }
     }
-    return by_words(offset, many);
+    return launch(GatherKernel<kBytes, kItemsOfMany, Index, Offset>, offset, kItemsOfMany);
   };
   const bool is_small = items + kBlockSize * kItemsOfMany < FastDivider<uint32_t>::kLimit;
-  return is_small ? launch(uint32_t{}) : launch(uint64_t{});
+  return is_small ? launch_many(uint32_t{}) : launch_many(uint64_t{});
 }
 
 }  // namespace

@@ -1,34 +1,33 @@
 // Scatters with atomic instructions on global memory.
 //
-// On an H200, atomics take 15 ps per 32-byte sector if they are spread, but 2.5 ns if all of them
-// go to one sector. So the time depends on how many atomics hit the same row.
-//
-// All kernels first combine rows with the same id, so that rows which are hot, or already in order,
-// cost fewer atomics.
+// On an H200, atomics take 15 ps per 32-byte sector if they are spread, but 2.5 to 4 ns if all of
+// them go to one sector. So the time depends on how many atomics hit the same row. All kernels
+// first combine rows with the same id, so that rows which are hot, or already in order, cost fewer
+// atomics.
 //
 // FewRowsKernel, for rows of three or more packs, unless there are many: a thread takes a pack of
 // each of two to eight consecutive rows, and combines them in registers. It loads ids and updates
 // at the same time. In us on an H200, added one by one as XLA does, by FewRowsKernel, and by
-// GroupsKernel with the best size of groups, for ids that are uniform, half equal, and sorted (one
-// copy of the sums):
+// GroupsKernel with the best size of groups up to 32, for ids that are uniform, half equal, and
+// sorted (one copy of the sums):
 //   256 rows of 256 f32 into 15        1.4, 2.3, 1.6    1.5, 2.1, 1.4    2.3, 2.5, 2.3
 //   2048 rows of 256 f32 into 1000     2.1, 11, 2.1     2.2, 6.1, 2.0    2.7, 6.6, 2.5
 //   8371 rows of 256 f32 into 3514     6.1, 43, 6.2     6.3, 14, 5.4     8.7, 11, 8.2
 //   87,041 rows of 256 f32 into 909    43, 224, 50      44, 73, 25       46, 53, 30
 //
 // GroupsKernel, for many such rows: a warp takes 32 rows, and up to 32 packs of each. It sorts them
-// by id, and adds each run of equal ids in registers. In us on an H100, with CombineKernel and with
-// GroupsKernel, for ids that are uniform, sorted, and half equal:
-//   1M rows of 128 f16 into 10,000      253, 187, 1250      228, 103, 267
-//   715,000 rows of 17 f32 into 20,000  50, 108, 1113       43, 34, 76
+// by id, and adds each run of equal ids in registers. In us on an H100, with four items of
+// CombineKernel and with GroupsKernel, for the same kinds of ids:
+//   1M rows of 128 f16 into 10,000      253, 1250, 187      228, 267, 103
+//   715,000 rows of 17 f32 into 20,000  50, 1113, 108       43, 76, 34
 //
 // CombineKernel, for rows of one or two packs:
 // - Neighbouring lanes add neighbouring 16-byte packs.
 // - A thread takes several packs, and first combines those with the same target. Then, if several
 //   lanes of a warp have the same row as their first target, the warp combines all of its packs for
 //   that row: 1M rows of 4 f32, half of which go to one row, take 21 us instead of 880.
-// - If there are few packs, a thread takes one or two: 54,322 rows of 2 f32 with uniform ids take
-//   2.7 us with two, and 5.2 with eight.
+// - If there are few packs, a thread takes one or two: 200,000 f32 with uniform ids take 8.6 us
+//   with two and 10.6 with eight, and 7.1 and 5.0 if all ids are equal.
 //
 // There are several copies of the sums if the scratch has room. Blocks use the copies round-robin,
 // and a second kernel combines them. With 16 copies, 4.5M rows of 8 bf16 take 88 us, 150 us if
@@ -37,7 +36,7 @@
 // warp, took 102, 157 and 123 us.
 //
 // If there is scratch, 16-bit sums accumulate there in f32 and are rounded once at the end.
-// Otherwise they are rounded at every addition, as in XLA.
+// Otherwise each atomic addition rounds, as in XLA.
 #pragma once
 
 #include <type_traits>
@@ -78,21 +77,35 @@ struct RowsScatter {
 
   R reduction;
   IndexRule rule;
-  Offset rows, inner;  // rows of all problems, packs per row
-  int64_t outputs;     // elements per copy of the sums
+  Offset rows, inner, items;  // rows of all problems, packs per row, packs of all rows
+  int64_t outputs;            // elements per copy of the sums
   unsigned copies;
   bool shared_ids;
-  // The number of parts of a row that different warps (or, in FewRowsKernel, threads) take; the
-  // rows of a problem.
+  // The parts of a row, which different threads or, in GroupsKernel, warps take; the rows of a
+  // problem.
   FastDivider<Offset> by_parts, by_rows;
   const Index* ids;
 
-  // The first pack of the sums that a row is added to, or kNone.
-  __device__ Offset Target(Offset row) const {
+  RowsScatter(R reduction, const ScatterCall& call, int64_t inner, int64_t parts)
+      : reduction(reduction),
+        rule(call.problem.rule),
+        rows(static_cast<Offset>(call.problem.batch * call.problem.rows)),
+        inner(static_cast<Offset>(inner)),
+        items(rows * this->inner),
+        outputs(call.problem.batch * call.problem.size() * call.problem.inner),
+        copies(static_cast<unsigned>(call.splits)),
+        shared_ids(call.problem.shared_ids),
+        by_parts(static_cast<Offset>(parts)),
+        by_rows(static_cast<Offset>(call.problem.rows)),
+        ids(static_cast<const Index*>(call.ids)) {}
+
+  // The pack of the sums that a pack of a row is added to, or kNone.
+  __device__ Offset Target(Offset row, Offset column = 0) const {
     Offset n;
     const Offset b = by_rows.DivMod(row, &n);
     const int64_t id = rule.Resolve(ids[shared_ids ? n : row]);
-    return id < 0 ? kNone : (b * static_cast<Offset>(rule.size) + static_cast<Offset>(id)) * inner;
+    return id < 0 ? kNone
+                  : (b * static_cast<Offset>(rule.size) + static_cast<Offset>(id)) * inner + column;
   }
 };
 
@@ -234,44 +247,21 @@ __global__ void __launch_bounds__(kBlockSize)
 // How many lanes with the same target are worth combining.
 constexpr int kHot = 4;
 
-template <typename R, typename Index, typename Offset>
-struct PacksScatter {  // in units of packs, like RowsScatter
-  static constexpr Offset kNone = ~Offset{0};
-
-  R reduction;
-  IndexRule rule;
-  Offset items, inner;  // packs of all updates, packs per row
-  int64_t outputs;      // elements per copy of the sums
-  unsigned copies;
-  int lanes;  // `inner`, as a lane count: 1 or 2
-  bool shared_ids;
-  FastDivider<Offset> by_inner, by_rows;
-  const Index* ids;
-
-  // The index of the pack that item i is added to, or kNone.
-  __device__ Offset Target(Offset i) const {
-    Offset d, n;
-    const Offset row = by_inner.DivMod(i, &d);
-    const Offset b = by_rows.DivMod(row, &n);
-    const int64_t id = rule.Resolve(ids[shared_ids ? n : row]);
-    return id < 0 ? kNone
-                  : (b * static_cast<Offset>(rule.size) + static_cast<Offset>(id)) * inner + d;
-  }
-};
-
 template <typename To, int kPack, int kItems, typename R, typename Index, typename Offset>
 __global__ void __launch_bounds__(kBlockSize)
-    CombineKernel(const PacksScatter<R, Index, Offset> s,
+    CombineKernel(const RowsScatter<R, Index, Offset> s,
                   const typename R::Element* __restrict__ updates, To* __restrict__ sums) {
   using Sum = typename R::Value;
-  constexpr Offset kNone = PacksScatter<R, Index, Offset>::kNone;
+  constexpr Offset kNone = RowsScatter<R, Index, Offset>::kNone;
   const Offset first = Offset{blockIdx.x} * (kBlockSize * kItems) + threadIdx.x;
   Offset target[kItems];
   Sum value[kItems][kPack];
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     const Offset i = min(first + k * kBlockSize, s.items - 1);
-    target[k] = first + k * kBlockSize < s.items ? s.Target(i) : kNone;
+    Offset column;
+    const Offset row = s.by_parts.DivMod(i, &column);
+    target[k] = first + k * kBlockSize < s.items ? s.Target(row, column) : kNone;
     const auto pack = LoadPack<kPack>(updates + static_cast<int64_t>(i) * kPack);
 #pragma unroll
     for (int j = 0; j < kPack; ++j) value[k][j] = s.reduction.Load(pack.elem[j]);
@@ -295,7 +285,8 @@ __global__ void __launch_bounds__(kBlockSize)
     }
   }
   // A leader is the first lane with a target. That of a row's first column stands for the row.
-  const int lane = static_cast<int>(threadIdx.x) % kWarp, column = lane & (s.lanes - 1);
+  const int lanes = static_cast<int>(s.inner);  // of a row: 1 or 2
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, column = lane & (lanes - 1);
   const unsigned same = __match_any_sync(~0u, target[0]);
   const bool is_leader = target[0] != kNone && __popc(same) >= kHot && __ffs(same) - 1 == lane;
   unsigned leaders = __ballot_sync(~0u, is_leader && column == 0);
@@ -311,13 +302,13 @@ __global__ void __launch_bounds__(kBlockSize)
       combine(sum, value[k]);
       target[k] = kNone;
     }
-    for (int by = kWarp / 2; by >= s.lanes; by /= 2) {
+    for (int by = kWarp / 2; by >= lanes; by /= 2) {
 #pragma unroll
       for (int j = 0; j < kPack; ++j) {
         sum[j] = s.reduction.Combine(sum[j], __shfl_down_sync(~0u, sum[j], by));
       }
     }
-    if (lane < s.lanes) add(where, sum);
+    if (lane < lanes) add(where, sum);
   }
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
@@ -396,55 +387,43 @@ cudaError_t FinishAll(R reduction, const ScatterCall& call, int64_t outputs, cud
                    : launch(std::integral_constant<int, 1>());
 }
 
-// From this number of rows on, or parts of rows of 32 packs, warps take groups of them.
+// For rows of three or more packs. From kManyParts parts on, warps take groups of rows. A row has a
+// part for every 32 packs. With 64-bit offsets, they always do.
 constexpr int64_t kManyParts = 1 << 18;
 
-// For rows of three or more packs.
 template <int kPack, typename Index, typename R, typename To>
 cudaError_t CombineRows(R reduction, const ScatterCall& call, bool is_wide, To* sums,
                         cudaStream_t stream) {
   const ScatterProblem& p = call.problem;
   const int64_t rows = p.batch * p.rows, inner = p.inner / kPack;
-  const int64_t warp_parts = (inner + kWarp - 1) / kWarp;
-  const auto problem = [&](auto offset, int64_t parts) {
-    using Offset = decltype(offset);
-    RowsScatter<R, Index, Offset> s{};
-    s.reduction = reduction;
-    s.rule = p.rule;
-    s.rows = static_cast<Offset>(rows);
-    s.inner = static_cast<Offset>(inner);
-    s.outputs = p.batch * p.size() * p.inner;
-    s.copies = static_cast<unsigned>(call.splits);
-    s.shared_ids = p.shared_ids;
-    s.by_parts = FastDivider<Offset>(static_cast<Offset>(parts));
-    s.by_rows = FastDivider<Offset>(static_cast<Offset>(p.rows));
-    s.ids = static_cast<const Index*>(call.ids);
-    return s;
-  };
+  const int64_t parts = (inner + kWarp - 1) / kWarp;
   const auto* const updates = static_cast<const typename R::Element*>(call.updates);
   const auto in_groups = [&](auto offset) {
     using Offset = decltype(offset);
     return LaunchItems(GroupsKernel<To, kPack, R, Index, Offset>,
-                       (rows + kWarp - 1) / kWarp * warp_parts * kWarp, stream,
-                       problem(offset, warp_parts), updates, sums);
+                       (rows + kWarp - 1) / kWarp * parts * kWarp, stream,
+                       RowsScatter<R, Index, Offset>(reduction, call, inner, parts), updates, sums);
   };
   const auto by_threads = [&](auto rows_of_thread) {
     constexpr int kRows = decltype(rows_of_thread)::value;
-    return LaunchItems(FewRowsKernel<To, kPack, kRows, R, Index, uint32_t>,
-                       (rows + kRows - 1) / kRows * inner, stream, problem(uint32_t{}, inner),
-                       updates, sums);
+    return LaunchItems(
+        FewRowsKernel<To, kPack, kRows, R, Index, uint32_t>, (rows + kRows - 1) / kRows * inner,
+        stream, RowsScatter<R, Index, uint32_t>(reduction, call, inner, inner), updates, sums);
   };
   if (is_wide) return in_groups(uint64_t{});
-  if (rows * warp_parts >= kManyParts) return in_groups(uint32_t{});
-  // More rows of a thread cost up to a microsecond, but save atomics where rows are hot, each of
-  // which takes 4 ns.
+  if (rows * parts >= kManyParts) return in_groups(uint32_t{});
+  // More rows of a thread cost up to 1 us, but save atomics on hot rows. Eight rows of packs of 8
+  // would take too many registers.
   constexpr int kMostRows = kPack <= 4 ? 8 : 4;
   if (rows <= 256) return by_threads(std::integral_constant<int, 2>());
   if (rows <= 2048) return by_threads(std::integral_constant<int, 4>());
   return by_threads(std::integral_constant<int, kMostRows>());
 }
 
-// For rows of one or two packs.
+// For rows of one or two packs. A thread takes one pack if there are few, and two if there are
+// some: with more threads, updates are loaded at once, but hot rows cost more atomics.
+constexpr int64_t kFewPacks = 1 << 16, kSomePacks = 1 << 19;
+
 template <int kPack, typename Index, typename R, typename To>
 cudaError_t CombinePacks(R reduction, const ScatterCall& call, bool is_wide, To* sums,
                          cudaStream_t stream) {
@@ -454,31 +433,21 @@ cudaError_t CombinePacks(R reduction, const ScatterCall& call, bool is_wide, To*
   const auto launch = [&](auto offset, auto items_of_thread) {
     using Offset = decltype(offset);
     constexpr int kItems = decltype(items_of_thread)::value;
-    PacksScatter<R, Index, Offset> s{};
-    s.reduction = reduction;
-    s.rule = p.rule;
-    s.items = static_cast<Offset>(items);
-    s.inner = static_cast<Offset>(inner);
-    s.outputs = p.batch * p.size() * p.inner;
-    s.copies = static_cast<unsigned>(call.splits);
-    s.lanes = static_cast<int>(inner);
-    s.shared_ids = p.shared_ids;
-    s.by_inner = FastDivider<Offset>(static_cast<Offset>(inner));
-    s.by_rows = FastDivider<Offset>(static_cast<Offset>(p.rows));
-    s.ids = static_cast<const Index*>(call.ids);
     return LaunchItems(CombineKernel<To, kPack, kItems, R, Index, Offset>,
-                       (items + kItems - 1) / kItems, stream, s,
+                       (items + kItems - 1) / kItems, stream,
+                       RowsScatter<R, Index, Offset>(reduction, call, inner, inner),
                        static_cast<const typename R::Element*>(call.updates), sums);
   };
   const std::integral_constant<int, kMostItems> most;
   if (is_wide) return launch(uint64_t{}, most);
-  if (items > 1 << 19) return launch(uint32_t{}, most);
-  return items > 1 << 16 ? launch(uint32_t{}, std::integral_constant<int, 2>())
-                         : launch(uint32_t{}, std::integral_constant<int, 1>());
+  if (items > kSomePacks) return launch(uint32_t{}, most);
+  return items > kFewPacks ? launch(uint32_t{}, std::integral_constant<int, 2>())
+                           : launch(uint32_t{}, std::integral_constant<int, 1>());
 }
 
 template <int kPack, typename Index, typename R, typename To>
 cudaError_t CombineAll(R reduction, const ScatterCall& call, To* sums, cudaStream_t stream) {
+  // Indices of packs exceed their number by less than what a block of CombineKernel takes.
   constexpr int64_t kLimit = FastDivider<uint32_t>::kLimit, kMostOfBlock = 8 * kBlockSize;
   const ScatterProblem& p = call.problem;
   const int64_t inner = p.inner / kPack;

@@ -190,7 +190,8 @@ JOF_HOST_DEVICE JOF_INLINE Compute<T> ExpDifferenceInSum(Compute<T> x, Compute<T
     const float low = MulAdd(RestOfDifference(x, centre, difference), kLog2E,
                              MulAdd(difference, kRestOfLog2E, MulAdd(difference, kLog2E, -power)));
     const float y = Exp2Approx(power);
-    return Abs(difference) < 126.0f ? MulAdd(y, low * kLn2, y) : y;  // infinities have no low part
+    // Above 88, y may be infinite, and infinity times a negative correction plus infinity is NaN.
+    return Abs(difference) < 88.0f ? MulAdd(y, low * kLn2, y) : y;
   }
 #endif
   return ExpDifference<T>(x, centre);
