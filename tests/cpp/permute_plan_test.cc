@@ -197,6 +197,10 @@ int main() {
   CheckStrategy(PlanOf({512, 1 << 10}, {1, 0}, 1), PermuteStrategy::kTile, 2, 1);
   CheckStrategy(PlanOf({70804, 7}, {1, 0}, 1), PermuteStrategy::kGather, 2, 1);
   CheckStrategy(PlanOf({16, 23, 1024}, {2, 1, 0}, 4), PermuteStrategy::kTile, 3, 4);
+  // So are all arrays of up to 3 MB in units of 16 bytes.
+  CheckStrategy(PlanOf({41, 4096}, {1, 0}, 16), PermuteStrategy::kGather, 2, 16);
+  CheckStrategy(PlanOf({71, 32, 7, 4}, {3, 1, 0, 2}, 16), PermuteStrategy::kGather, 4, 16);
+  CheckStrategy(PlanOf({256, 1024}, {1, 0}, 16), PermuteStrategy::kTile, 2, 16);
   // Pixels are deinterleaved into long rows. Rows of partial packs are gathered if they are short;
   // if they are long, pixels of four elements take kRuns.
   CheckStrategy(PlanOf({64, 3000, 4}, {0, 2, 1}, 2), PermuteStrategy::kDeinterleave, 3, 2);
