@@ -181,7 +181,7 @@ BYTES_PER_US = 2.8e6
 #   3442 rows of 32 f32 into 107      2.9, 3.2    4.9, 4.8
 #   20,000 rows of 32 f32 into 107    4.4, 9.1    5.4, 5.6
 #   40,000 rows of 128 f32 into 100   18, 32      14, 18
-#   87,041 rows of 256 f32 into 909   46, 69      53, 58
+#   87,041 rows of 256 f32 into 909   46, 69      53, 58 (by warps that take 16 rows)
 ATOMIC_COPIES = 32
 ATOMIC_COPY_BYTES = 2**24
 ATOMIC_UPDATE_BYTES = 8

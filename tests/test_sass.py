@@ -146,6 +146,12 @@ def test_no_kernel_is_overlooked(kernels):
         assert len(accesses) >= 4 * len(targets)
 
 
+def of_atomics(accesses: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The accesses for each kernel of atomic sums with these types."""
+    kernels = ("Combine", "FewRows", "Groups")
+    return {rf"{k}Kernel<{types}": wanted for k in kernels for types, wanted in accesses.items()}
+
+
 WIDE_KERNELS = {
     # Patterns of kernel names, and the accesses that these kernels must have.
     r"GatherKernel<16, \d, (int|long), ": (r"LDG.*\.128", r"STG.*\.128"),
@@ -155,30 +161,26 @@ WIDE_KERNELS = {
     r"SumElementsKernel<": (r"LDG.*\.128",),
     r"SumPartKernel<\S*(Half|BFloat16|float)>, int, 1, ": (r"LDG.*\.128",),
     r"SumPartKernel<\S*<float>, int, 4, ": (r"LDG.*\.128",),
-    **{
-        rf"{name}Kernel<{types}": (access,)
-        for name in ("Combine", "FewRows", "Groups")
-        for types, access in (
-            (r"\S*(Half|BFloat16), 8, ", r"LDG.*\.128"),
-            (r"float, 4, (\d, )?\S*<float>", r"LDG.*\.128"),
-            (r"float, 4, (\d, )?\S*(Half|BFloat16)>", r"LDG.*\.64"),
-        )
-    },
+    **of_atomics(
+        {
+            r"\S*(Half|BFloat16), 8, ": (r"LDG.*\.128",),
+            r"float, 4, (\d, )?\S*<float>": (r"LDG.*\.128",),
+            r"float, 4, (\d, )?\S*(Half|BFloat16)>": (r"LDG.*\.64",),
+        }
+    ),
     r"\b((?<!jof::common::)Rows|ShiftedRows|Tile|Runs|Interleave|Deinterleave)Kernel<": (
         r"LDG.*\.128",
         r"STG.*\.128",
     ),
 }
 # Hopper adds 16 bytes in one instruction.
-HOPPER_KERNELS = {
-    rf"{name}Kernel<{types}": (access,)
-    for name in ("Combine", "FewRows", "Groups")
-    for types, access in (
-        (r"\S*Half, 8, ", r"REDG.*\.F16x8"),
-        (r"\S*BFloat16, 8, ", r"REDG.*\.BF16x8"),
-        (r"float, 4, ", r"REDG.*\.F32x4"),
-    )
-}
+HOPPER_KERNELS = of_atomics(
+    {
+        r"\S*Half, 8, ": (r"REDG.*\.F16x8",),
+        r"\S*BFloat16, 8, ": (r"REDG.*\.BF16x8",),
+        r"float, 4, ": (r"REDG.*\.F32x4",),
+    }
+)
 
 
 def test_kernels_of_rows_move_packs(kernels):

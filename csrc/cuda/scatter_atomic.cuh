@@ -421,7 +421,7 @@ cudaError_t CombineRows(R reduction, const ScatterCall& call, bool is_wide, To* 
 }
 
 // For rows of one or two packs. A thread takes one pack if there are few, and two if there are
-// some: with more threads, updates are loaded at once, but hot rows cost more atomics.
+// some: with more threads, more updates are loaded at once, but hot rows cost more atomics.
 constexpr int64_t kFewPacks = 1 << 16, kSomePacks = 1 << 19;
 
 template <int kPack, typename Index, typename R, typename To>

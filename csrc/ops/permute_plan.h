@@ -396,8 +396,9 @@ inline double LeastFill(const PermutePlan& plan, const TileRuns& runs, int64_t a
 // place of kRuns: where kGather is used up to 4 or 8 MB, they take 0.95 to 1.2 of its time.
 //
 // Units of 16 bytes are half of a sector, and are gathered up to 3 MB: 142 x 175 of complex128
-// take 1.3 us, in tiles 1.9, and 41 x 4096 2.3 and 2.6; four short dimensions next to a long one
-// take 0.86 to 0.93 of kDeinterleave's time. From 4 MB on, kTile takes 0.8 to 0.85 of the time.
+// take 1.3 us, in tiles 1.9, and 41 x 4096 2.3 and 2.6; where 3 or 4 units are next to a long
+// dimension, kGather takes 0.85 to 0.93 of kDeinterleave's time. From 4 MB on, kTile takes 0.8 to
+// 0.85 of kGather's.
 //
 // In larger arrays kGather is fastest if the L1 cache keeps sectors until they are used up. It
 // reaches 0.85 to 0.95 of a copy's speed if a warp's part of the input is contiguous for 64 bytes
