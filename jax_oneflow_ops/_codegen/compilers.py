@@ -155,7 +155,7 @@ class Nvrtc:
         try:
             from cuda.bindings import nvrtc  # slow to import, and nothing else needs it
 
-            nvrtc.nvrtcVersion()
+            _, *version = nvrtc.nvrtcVersion()
         except (ImportError, RuntimeError) as error:  # no such package, or no libnvrtc
             raise CompilerMissingError(
                 "kernels for NVIDIA GPUs are compiled by NVRTC, through the package cuda-bindings, "
@@ -177,6 +177,8 @@ class Nvrtc:
                 "--device-as-default-execution-space",  # generic lambdas, before release 13.1 or so
                 "--disable-warnings",
                 f"--include-path={_native.include_dir()}",
+                # Without declarations of textures and of the runtime API: 9 of 190 ms less.
+                *(["--minimal"] if version >= [12, 4] else []),
                 *self._flags,
             ]
             encoded = [option.encode() for option in options]
