@@ -968,6 +968,22 @@ def test_a_report_names_an_attention_once(causal):
     assert Counter(named) == GRADIENT
 
 
+@pytest.mark.usefixtures("sums_by_xla")
+def test_a_report_leaves_out_the_softmax_of_an_attention():
+    """It stands in another line than the products; so does a softmax that XLA runs."""
+
+    def attention(q, k, v):
+        logits = logits_of(q, k) * FACTOR
+        weights = jax.nn.softmax(logits)
+        return weighted(weights, v)
+
+    def two(q, k, v, ct):
+        return with_gradients(attention)(q, k, v, ct), jax.nn.softmax(logits_of(q, ct))
+
+    rows = jof.explain(two, *operands(queries=16)).rows
+    assert Counter(row.operation for row in rows) == {**GRADIENT, "softmax": 1}
+
+
 def test_export():
     f, args = with_gradients(written_out()), operands()
     program = jax.jit(jof.accelerate(lambda *args: f(*args)))
