@@ -407,6 +407,10 @@ class Gradient:
     reason = Attention.reason
 
     @property
+    def softmax(self) -> softmaxes.Softmax:
+        return self.attention.softmax
+
+    @property
     def aval(self) -> Any:
         return self.attention.aval
 

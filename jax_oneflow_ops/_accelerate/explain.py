@@ -99,20 +99,18 @@ def report_on(fun: Any, args: Any, kwargs: Any, platform: str | None) -> Report:
 
     # The program may reshape logits before their maximum. The softmax of an attention may stand in
     # another line than the products.
-    of_softmax = [(row, math.prod(row.shapes[-1])) for row in rows if row.operation in _OF_SOFTMAX]
-    read_once = {(row.line, size) for row, size in of_softmax}
-    swapped = collections.Counter[int]()
-    for row, size in of_softmax:
-        swapped[size] += 0 if row.operation.endswith("gradient") else row.count
+    read_once = {
+        (line, math.prod(row.shapes[-1]))
+        for i, row in numbered.items()
+        if row.operation in _OF_SOFTMAX
+        for line in (row.line, found.softmaxes.get(i, row.line))
+    }
 
     def is_known(row: Row) -> bool:
         if row.operation == "messages":
             return (row.line, row.shapes[-1]) in not_stored
         if row.operation in ("logsumexp", "softmax", "attention"):
-            size = math.prod(row.shapes[-1])
-            is_swapped = (row.line, size) in read_once or swapped[size] > 0
-            swapped[size] -= is_swapped
-            return is_swapped
+            return (row.line, math.prod(row.shapes[-1])) in read_once
         return row.reason == _CHAIN and row.line in of_chains
 
     rows += [row for row in _slow(jaxpr) if not is_known(row)]

@@ -19,6 +19,8 @@ class Explanation:
     rows: list[tuple[Row, Any]] = dataclasses.field(default_factory=list)  # with `key_of` each
     # The numbers of those that sum gathered rows without an array of them.
     messages: set[int] = dataclasses.field(default_factory=set)
+    # The lines of the softmaxes that attentions contain, by number.
+    softmaxes: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
 current: contextvars.ContextVar[Explanation | None] = contextvars.ContextVar(
@@ -37,6 +39,7 @@ def add(
     decision: _policy.Decision | None = None,
     swapped: bool = True,
     is_message: bool = False,
+    softmax_line: str = "",
     **changes: Any,
 ) -> None:
     """Reports an operation, if the program is explained. `changes` are attributes of its row.
@@ -48,11 +51,17 @@ def add(
         return
     number = len(explanation.rows)
     _compat.tag(result, TAG, str(number))
-    line = _compat.user_line(ctx.traceback)
-    row = row_of(operation, avals, swapped, reason, decision, line=line, **changes)
+    row = row_of(operation, avals, swapped, reason, decision, line=line_of(ctx), **changes)
     explanation.rows.append((row, key_of(primitive, ctx.avals_in)))
     if is_message:
         explanation.messages.add(number)
+    if softmax_line:
+        explanation.softmaxes[number] = softmax_line
+
+
+def line_of(ctx: Any) -> str:
+    """The user's line of the operation that is lowered, if the program is explained."""
+    return _compat.user_line(ctx.traceback) if current.get() else ""
 
 
 def device_kind(platform: str) -> str | None:

@@ -115,7 +115,9 @@ def _products(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.
             for replaced in found.replaced(ctx):
                 _compat.untag(replaced, explanation.TAG)
             how = found.name, [found.aval] * 2, found.reason
-            explanation.add(primitive, ctx, results[0], *how, bytes=found.nbytes)
+            softmax = softmaxes.known_in(ctx).results.get(found.softmax.exponentials)
+            more = {"softmax_line": softmax.line if softmax else "", "bytes": found.nbytes}
+            explanation.add(primitive, ctx, results[0], *how, **more)
         return results
 
     def padded(ctx: Any, x: Any, y: Any, **params: Any) -> Any:

@@ -95,14 +95,14 @@ class Softmax:
         """Handles for XLA's results, which the kernel of the gradient may replace later."""
         (quotient,) = results
         handles = _compat.as_handles(results)
-        self._is_known_as(ctx, _Result(quotient, is_by_xla=True), handles[0])
+        self._is_known_as(ctx, _Result(quotient, True, explanation.line_of(ctx)), handles[0])
         return handles
 
     def lower(self, ctx: Any) -> list[Any]:
         """Lowers to a call of the kernel."""
         inner = ctx.replace(avals_in=[self.aval], avals_out=[self.aval])
         y = _lowering(_rows.softmax_p, self.axis)(inner, self.x)
-        self._is_known_as(ctx, _Result(y, is_by_xla=False), y)
+        self._is_known_as(ctx, _Result(y, False, explanation.line_of(ctx)), y)
         return [y]
 
     def _is_known_as(self, ctx: Any, result: "_Result", value: Any) -> None:
@@ -173,10 +173,11 @@ class Gradient:
 
 @dataclasses.dataclass(frozen=True)
 class _Result:
-    """The result of a softmax, a value of MLIR."""
+    """The result of a softmax, a value of MLIR, and the user's line if the program is explained."""
 
     value: Any
     is_by_xla: bool
+    line: str
 
 
 @dataclasses.dataclass
