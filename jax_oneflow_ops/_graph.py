@@ -375,10 +375,7 @@ def _order_native(platform: str, ids: Any, *, rows: int) -> list[jax.Array]:
         return _order_reference(ids, rows=rows)
     problem = jnp.arange(problems, dtype=jnp.int32)[:, None]
     keys = (keys_of(ids, rows).reshape(problems, length) + (2 * rows + 1) * problem).reshape(-1)
-    if platform == "cpu":
-        keys, order = _scatter.sort_on_cpu(keys[None], limit, Indexing())
-    else:
-        order, keys = _sorted(keys, limit)
+    keys, order = _scatter.sort_ids(platform, keys[None], limit, Indexing())
     of_problem = ((order, length), (keys, 2 * rows + 1))
     return [
         (x.reshape(problems, length) - size * problem).reshape(ids.shape) for x, size in of_problem

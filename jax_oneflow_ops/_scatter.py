@@ -359,8 +359,8 @@ def sort_rows(p: _scatter_policy.Problem, ids: Any, indexing: Indexing) -> tuple
     flat = p.flat()
     with _wide_ids(flat):
         ids = _ids_to_sort(p, ids)
-        if p.platform == "cpu" and p.has_known_sizes():
-            return sort_on_cpu(ids, p.rows, indexing)
+        if p.has_known_sizes() and (p.platform == "cpu" or _index_dtype(flat) == jnp.int32):
+            return sort_ids(p.platform, ids, p.rows, indexing)
         keys = _sort_keys(ids, p.rows, indexing)
         numbers = ids.__array_namespace__().arange(flat.updates, dtype=_index_dtype(flat))
         keys, numbers = _emit.sort_pairs(keys, numbers)
@@ -391,11 +391,15 @@ def _wide_ids(flat: _scatter_policy.Problem) -> contextlib.AbstractContextManage
     return jax.enable_x64(True) if _index_dtype(flat) == jnp.int64 else contextlib.nullcontext()
 
 
-def sort_on_cpu(ids: Any, rows: int, indexing: Indexing) -> tuple[Any, Any]:
-    counters = ids.shape[0] * rows + 1
-    counted = counters <= _scatter_policy.CPU_COUNTERS_PER_KEY * ids.size
-    shapes = ((1, ids.size), (ids.size,), (counters if counted else 0,))
-    results = [jax.ShapeDtypeStruct(shape, ids.dtype) for shape in shapes]
+def sort_ids(platform: str, ids: Any, rows: int, indexing: Indexing) -> tuple[Any, Any]:
+    """Calls the native sort of ids of shape (problems, positions), with the results of `sort_rows`.
+
+    On GPUs the number of positions, and the rows of all problems, must be below 2**31.
+    """
+    count, dtype = ids.size, ids.dtype if platform == "cpu" else jnp.int32
+    scratch = _scatter_policy.sort_scratch(platform, count, ids.shape[0] * rows)
+    shapes = ((1, count), (count,), (scratch,))
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     keys, order, _ = _emit.ffi_call(
         "jof_sort_rows", results, ids, size=np.int64(rows), **_rule(indexing)
     )

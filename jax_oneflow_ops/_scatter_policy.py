@@ -217,6 +217,8 @@ ROW_CHUNK = 128
 SHORT_BYTES, SHORT_CHUNK = 32, 2048
 # The most counters per key that a counting sort may have. Beyond it a comparison sort is faster.
 CPU_COUNTERS_PER_KEY = 4
+# The most positions that one block of a GPU sorts: kSortedByBlock in csrc/ops/scatter.h.
+SORTED_BY_BLOCK = 8192
 # Sums of gathered rows. The kernel of message sums reads them in their table, but sorts the ids.
 # What it competes with depends on the dtype. On CUDA, XLA fuses the gather with its scatter, whose
 # atomics then wait for no array of rows. In 16 bits these are compare-and-swap loops, and this
@@ -476,6 +478,13 @@ def _plan_on_cpu(p: Problem) -> Plan:
 
 def _sorted(p: Problem) -> Plan:
     return Plan("sorted", _chunks(p if p.is_sorted else p.flat()), sort=not p.is_sorted)
+
+
+def sort_scratch(platform: str, count: int, rows: int) -> int:
+    """The length of the scratch space in which ids are sorted."""
+    if platform == "cpu":
+        return rows + 1 if rows < CPU_COUNTERS_PER_KEY * count else 0
+    return 0 if count <= SORTED_BY_BLOCK else 5 * count + 2**16
 
 
 def _chunks(p: Problem) -> tuple[int, ...]:

@@ -148,7 +148,7 @@ CpuStatus LaunchSortRows(const SortCall& call, ThreadPool& pool) {
   const auto sort = [&](auto index) {
     using Index = decltype(index);
     SortRows(pool, call.problem, static_cast<const Index*>(call.ids),
-             static_cast<Index*>(call.counts), static_cast<Index*>(call.keys),
+             static_cast<Index*>(call.scratch), static_cast<Index*>(call.keys),
              static_cast<Index*>(call.order));
   };
   call.problem.index_bytes == 4 ? sort(int32_t{}) : sort(int64_t{});

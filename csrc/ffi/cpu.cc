@@ -7,7 +7,6 @@ namespace jof {
 std::vector<Target> Targets() {
   std::vector<Target> targets = SharedTargets<Cpu>();
   targets.push_back(ScatterTarget<Cpu, Reducer::kMultiply, ScatterStrategy::kPrivate>());
-  targets.push_back({kSortRows, Handle<Cpu, SortBinding<Cpu>, SortRowsHandler<Cpu>>});
   return targets;
 }
 

@@ -22,6 +22,7 @@ struct Cpu {
   using MessageKernels = CpuMessageKernels;
   static constexpr ScatterLimits kScatterLimits = kCpuScatterLimits;
   static constexpr int64_t kEdgeChunk = 0;
+  static constexpr bool kSortsByCounters = true;  // see SortCall
   static constexpr std::initializer_list<ffi::Traits> kTraits = {};
 
   static ffi::Error Status(std::string_view op, const CpuStatus& status) {

@@ -27,6 +27,7 @@ struct Cuda {
   using MessageKernels = CudaMessageKernels;
   static constexpr ScatterLimits kScatterLimits = kCudaScatterLimits;
   static constexpr int64_t kEdgeChunk = kCudaEdgeChunk;
+  static constexpr bool kSortsByCounters = false;  // see SortCall
   static constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferCompatible};
 
   // The status covers only this module's calls: the module is linked with its own CUDA runtime,

@@ -12,7 +12,8 @@
 //
 // Gathers take (table (B, S, D), ids) and return a result (B, N, D).
 // Sorting rows, for a scatter, takes ids (B, N) and returns (keys (1, B * N), order (B * N,),
-// scratch (B * S + 1,) or (0,)), all of the type of ids.
+// scratch). On CPUs the results have the type of ids, and the scratch is (B * S + 1,) or (0,). On
+// GPUs they are int32, and the scratch is (SortScratchWords(B * N),).
 #pragma once
 
 #include <algorithm>
@@ -325,7 +326,8 @@ ffi::Error GatherRows(typename Backend::Stream stream, ffi::AnyBuffer table, ffi
 template <typename Backend>
 ffi::Error SortRowsHandler(typename Backend::Stream stream, ffi::AnyBuffer ids,
                            ffi::Result<ffi::AnyBuffer> keys, ffi::Result<ffi::AnyBuffer> order,
-                           ffi::Result<ffi::AnyBuffer> counts, int64_t size, bool wrap, bool clip) {
+                           ffi::Result<ffi::AnyBuffer> scratch, int64_t size, bool wrap,
+                           bool clip) {
   const auto i = ids.dimensions();
   const int index_bytes = IndexBytes(ids.element_type());
   if (i.size() != 2 || index_bytes < 4) {
@@ -333,23 +335,26 @@ ffi::Error SortRowsHandler(typename Backend::Stream stream, ffi::AnyBuffer ids,
                            ShapeString(i));
   }
   __extension__ using int128 = __int128;
-  const int64_t limit = index_bytes == 4 ? INT32_MAX : INT64_MAX;
+  const bool is_narrow = index_bytes == 4 || !Backend::kSortsByCounters;
+  const int64_t limit = is_narrow ? INT32_MAX : INT64_MAX;
   if (size < 0 || int128{i[0]} * size >= limit || int128{i[0]} * i[1] > limit) {
-    return InvalidArgument(kSortRows, ": keys do not fit the type of ids, with B = ", i[0],
+    return InvalidArgument(kSortRows, ": keys do not fit the type of the results, with B = ", i[0],
                            " and S = ", size);
   }
   const int64_t n = i[0] * i[1];
+  const int64_t words = Backend::kSortsByCounters ? i[0] * size + 1 : SortScratchWords(n);
+  const bool may_be_empty = Backend::kSortsByCounters && HasShape(*scratch, {0});
   if (!HasShape(*keys, {1, n}) || !HasShape(*order, {n}) ||
-      (!HasShape(*counts, {0}) && !HasShape(*counts, {i[0] * size + 1}))) {
-    return InvalidArgument(kSortRows,
-                           ": expected results of shapes (1, B * N), (B * N), and (B * S + 1) "
-                           "or (0), got ",
+      (!may_be_empty && !HasShape(*scratch, {words}))) {
+    return InvalidArgument(kSortRows, ": expected results of shapes (1, B * N), (B * N) and (",
+                           words, ")", Backend::kSortsByCounters ? " or (0)" : "", ", got ",
                            ShapeString(keys->dimensions()), ", ", ShapeString(order->dimensions()),
-                           " and ", ShapeString(counts->dimensions()));
+                           " and ", ShapeString(scratch->dimensions()));
   }
-  for (const ffi::AnyBuffer& result : {*keys, *order, *counts}) {
-    if (result.element_type() != ids.element_type()) {
-      return InvalidArgument(kSortRows, ": results must have the type of ids");
+  const ffi::DataType type = is_narrow ? ffi::DataType::S32 : ffi::DataType::S64;
+  for (const ffi::AnyBuffer& result : {*keys, *order, *scratch}) {
+    if (result.element_type() != type) {
+      return InvalidArgument(kSortRows, ": results must be ", is_narrow ? "int32" : "int64");
     }
   }
   if (n == 0) return ffi::Error::Success();
@@ -358,7 +363,7 @@ ffi::Error SortRowsHandler(typename Backend::Stream stream, ffi::AnyBuffer ids,
   call.ids = ids.untyped_data();
   call.keys = keys->untyped_data();
   call.order = order->untyped_data();
-  call.counts = counts->element_count() == 0 ? nullptr : counts->untyped_data();
+  call.scratch = scratch->element_count() == 0 ? nullptr : scratch->untyped_data();
   return Backend::Status(kSortRows, LaunchSortRows(call, stream));
 }
 

@@ -40,6 +40,7 @@ std::vector<Target> SharedTargets() {
       ScatterTarget<B, Reducer::kMax, ScatterStrategy::kPrivate>(),
       ScatterTarget<B, Reducer::kMin, ScatterStrategy::kPrivate>(),
       {kGatherRows, Handle<B, GatherBinding<B>, GatherRows<B>>},
+      {kSortRows, Handle<B, SortBinding<B>, SortRowsHandler<B>>},
       {kSoftmax, Handle<B, SoftmaxBinding<B, 1>, SoftmaxHandler<B>>},
       {kSoftmaxVjp, Handle<B, SoftmaxBinding<B, 2>, SoftmaxVjpHandler<B>>},
       {kExpSum, Handle<B, LogSumExpBinding<B, 1, 1>, ExpSumHandler<B>>},

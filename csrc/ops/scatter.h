@@ -124,12 +124,22 @@ struct GatherCall {
   void* result;
 };
 
-// Sorts rows by id. keys, order and counts are results; counts is null if it is empty.
+// Sorts rows by id. keys, order and scratch are results; scratch is null if it is empty. On CPUs it
+// has a counter for each key.
 struct SortCall {
   ScatterProblem problem;
   const void* ids;
-  void *keys, *order, *counts;
+  void *keys, *order, *scratch;
 };
+
+// On GPUs, up to this number of positions are sorted by one block, without scratch space.
+inline constexpr int64_t kSortedByBlock = 8192;
+
+// The scratch space of a sort on GPUs, in words of 4 bytes: keys and positions before the sort and
+// between its passes, and as much again as one of these for CUB, which needs less than an eighth.
+inline constexpr int64_t SortScratchWords(int64_t n) {
+  return n <= kSortedByBlock ? 0 : 5 * n + (1 << 16);
+}
 
 // The initial value of a sum of type A: x + (-0) is x for every x, including -0.
 template <typename A>
