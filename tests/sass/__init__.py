@@ -50,7 +50,7 @@ class Module(NamedTuple):
 
 
 def read_module(path: str) -> Module:
-    """Reads a compiled module.
+    """Reads a compiled module, without the kernels of CUB.
 
     Only the code for sm_90 is disassembled, or all code if there is none for sm_90. Kernels that
     are not disassembled have no opcodes.
@@ -73,6 +73,7 @@ def read_module(path: str) -> Module:
     kernels = [
         Kernel(of, demangle(name), opcodes.get(of, {}).get(name, Counter()), **known)
         for (of, name), known in resources.items()
+        if not name.startswith("_ZN3cub")
     ]
     return Module(", ".join(sorted(releases)), kernels)
 
