@@ -75,13 +75,14 @@ if [[ -z ${QUICK:-} ]]; then
   rows=("rows brief "{softmax,norm,long,group_norm,strided})
   {
     printf 'racecheck,%s\n' "${rows[@]}" "scatter brief "{f16,bf16,f32} "upsample brief" \
-      "permute brief"
+      "permute brief" "sort brief"
     printf 'memcheck,%s\n' "elementwise brief" "compiled brief" "upsample brief" "permute brief" \
+      "sort brief" \
       "${rows[@]}" "scatter brief "{f16,bf16,f32,f64,i32,i64,gather}
     printf 'initcheck,%s\n' "scatter brief "{f16,bf16,f32,gather} "upsample brief" \
       "elementwise brief" "compiled brief" "permute brief"
     printf 'synccheck,%s\n' "rows brief "{group_norm,strided} "scatter brief "{f16,f32} \
-      "upsample brief" "permute brief"
+      "upsample brief" "permute brief" "sort brief"
   } | xargs -P "$(nproc)" -I{} bash -c '
       IFS=, read -r tool test <<< "{}"
       out=$(compute-sanitizer --error-exitcode 1 --tool "$tool" '"$tests"'/$test 2>&1) \

@@ -376,7 +376,7 @@ def _order_native(platform: str, ids: Any, *, rows: int) -> list[jax.Array]:
     problem = jnp.arange(problems, dtype=jnp.int32)[:, None]
     keys = (keys_of(ids, rows).reshape(problems, length) + (2 * rows + 1) * problem).reshape(-1)
     keys, order = _scatter.sort_ids(platform, keys[None], limit, Indexing())
-    of_problem = ((order, length), (keys, 2 * rows + 1))
+    of_problem = ((order, length), (keys.astype(jnp.int32), 2 * rows + 1))
     return [
         (x.reshape(problems, length) - size * problem).reshape(ids.shape) for x, size in of_problem
     ]

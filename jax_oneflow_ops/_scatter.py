@@ -394,12 +394,18 @@ def _wide_ids(flat: _scatter_policy.Problem) -> contextlib.AbstractContextManage
 def sort_ids(platform: str, ids: Any, rows: int, indexing: Indexing) -> tuple[Any, Any]:
     """Calls the native sort of ids of shape (problems, positions), with the results of `sort_rows`.
 
-    On GPUs the number of positions, and the rows of all problems, must be below 2**31.
+    On GPUs the number of positions, and the rows of all problems, must be below 2**31. There, keys
+    of fewer than 2**16 rows are uint16.
     """
-    count, dtype = ids.size, ids.dtype if platform == "cpu" else jnp.int32
-    scratch = _scatter_policy.sort_scratch(platform, count, ids.shape[0] * rows)
-    shapes = ((1, count), (count,), (scratch,))
-    results = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    count, total, is_cpu = ids.size, ids.shape[0] * rows, platform == "cpu"
+    dtype = ids.dtype if is_cpu else jnp.dtype("int32")
+    key_dtype = jnp.dtype("uint16") if not is_cpu and total < 2**16 else dtype
+    scratch = _scatter_policy.sort_scratch(platform, count, total)
+    results = [
+        jax.ShapeDtypeStruct((1, count), key_dtype),
+        jax.ShapeDtypeStruct((count,), dtype),
+        jax.ShapeDtypeStruct((scratch,), dtype),
+    ]
     keys, order, _ = _emit.ffi_call(
         "jof_sort_rows", results, ids, size=np.int64(rows), **_rule(indexing)
     )

@@ -143,10 +143,11 @@ GRID_MOST, GRID_UPDATES, GRID_SUMS = 8192, 64, 2**16
 # Otherwise CUDA uses atomics or sorts, whichever is expected to be faster on an H100. Atomics take
 # 11 ps per 32-byte sector if ids are uniform, NOT_CACHED times as long if the L2 cache has no room
 # for the sums, and the time to read updates at 4.5 TB/s. A row may be hot: rows of less than
-# WIDE_BYTES, without copies of the sums, are expected to take HOT times as long. Sorting takes 30
-# us plus 20 ps per id, or 40 us plus 35 ps if there are at least 2^16 rows; then summing takes 15
-# ps per row. Single elements are sorted along with their ids, and take 20 and 27 ps. Both also move
-# bytes, at 2.8 TB/s.
+# WIDE_BYTES, without copies of the sums, are expected to take HOT times as long. Sorting up to
+# SORTED_BY_BLOCK ids takes 2.2 us plus 1.3 ns per id, and more of them 15 us plus 5 ps per id and,
+# for each byte that rows need, 5 us plus 7 ps; then summing takes 5.5 us and 15 ps per row. Single
+# elements are sorted along with their ids, which takes 30 us in all and 20 and 27 ps. Both also
+# move bytes, at 2.8 TB/s.
 # In us, sorted and with atomics, ids uniform, with a Zipf distribution, and half equal:
 #   1M rows of 128 bf16 into 10,000          156, 165, 177    239, 298, 223
 #   1M rows of 128 f32 into 100,000          298, 304, 315    520, 535, 499
@@ -165,8 +166,8 @@ ATOMIC_US, UPDATES_PER_US = 11e-6, 4.5e6
 HOT, WIDE_BYTES = 1.4, 512
 NOT_CACHED_BYTES, NOT_CACHED = 25 * 2**20, 2.3
 IN_ORDER_US, KERNELS_US, SCRATCH_KERNELS_US, ELEMENTS_IN_ORDER = 5.5, 2.2, 3.3, 3
-SORT_US, SORT_WIDE_US = (30, 20e-6), (40, 35e-6)
-SORTED_ROW_US, SORTED_ELEMENT_US = 15e-6, 27e-6
+BLOCK_SORT_US, SORT_US, SORT_BYTE_US = (2.2, 1.3e-3), (15, 5e-6), (5, 7e-6)
+SORTED_ROW_US, SORTED_ELEMENT_US, ELEMENTS_US = 15e-6, 47e-6, 30
 BYTES_PER_US = 2.8e6
 # The largest number of copies of the sums that atomics add to. Copies are written before and read
 # after, so together they have at most an eighth of the updates' bytes. 4.5M rows of 8 bf16, with
@@ -446,13 +447,19 @@ def _sorted_us(p: Problem) -> float:
         return IN_ORDER_US + (_update_bytes(p) + _result_bytes(p)) / BYTES_PER_US
     flat, updates = p.flat(), p.batch * p.updates
     if p.is_element():
-        read: float = _update_bytes(p)
-        of_row, (fixed, of_id) = SORTED_ELEMENT_US, SORT_US
-    else:
-        read = updates * SECTOR_BYTES * _sectors(p.inner * int(p.dtype.itemsize))
-        of_row, (fixed, of_id) = SORTED_ROW_US, SORT_WIDE_US if flat.rows >= 2**16 else SORT_US
-    us = fixed + of_id * flat.updates + of_row * updates
+        us = ELEMENTS_US + SORTED_ELEMENT_US * updates
+        return us + (_update_bytes(p) + _result_bytes(p)) / BYTES_PER_US
+    read = updates * SECTOR_BYTES * _sectors(p.inner * int(p.dtype.itemsize))
+    us = IN_ORDER_US + _sort_us(flat) + SORTED_ROW_US * updates
     return us + (read + _result_bytes(p)) / BYTES_PER_US
+
+
+def _sort_us(p: Problem) -> float:
+    fixed, of_id = BLOCK_SORT_US
+    if p.updates > SORTED_BY_BLOCK:
+        (fixed, of_id), count = SORT_US, -(-p.rows.bit_length() // 8)
+        fixed, of_id = fixed + SORT_BYTE_US[0] * count, of_id + SORT_BYTE_US[1] * count
+    return fixed + of_id * p.updates
 
 
 def _plan_on_cpu(p: Problem) -> Plan:

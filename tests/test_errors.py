@@ -751,9 +751,10 @@ if "jof_scatter_add_tiles" in SUMMING:  # D = 1
     results = elements[0], SCRATCH["jof_scatter_add_tiles"]
     GOOD_ROWS["jof_scatter_add_tiles"] = elements, results, DETERMINISTIC
 GOOD_ROWS["jof_gather_rows"] = ((ROWS, INDEX), (UPDATES,), FILL)
-KEYS = array(1, 5, dtype="int32"), array(5, dtype="int32")
-COUNTERS = array(5 if jax.default_backend() == "cpu" else 0, dtype="int32")
-GOOD_ROWS["jof_sort_rows"] = ((INDEX,), (*KEYS, COUNTERS), SORT)
+IS_CPU = jax.default_backend() == "cpu"
+KEYS = array(1, 5, dtype="int32" if IS_CPU else "uint16")
+SORTED_ROWS = KEYS, array(5, dtype="int32"), array(5 if IS_CPU else 0, dtype="int32")
+GOOD_ROWS["jof_sort_rows"] = ((INDEX,), SORTED_ROWS, SORT)
 
 
 def with_other(xs, i, other):

@@ -57,7 +57,7 @@ inline cudaError_t LaunchScatter(ScatterStrategy strategy, const ScatterCall& ca
 
 cudaError_t LaunchGatherRows(const GatherCall& call, cudaStream_t stream);
 
-// Keys and positions are 32-bit integers, whatever ids are.
+// Positions are 32-bit integers, and keys are 16-bit or 32-bit ones, whatever ids are.
 cudaError_t LaunchSortRows(const SortCall& call, cudaStream_t stream);
 
 JOF_NAMESPACE_END

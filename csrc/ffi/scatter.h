@@ -13,7 +13,8 @@
 // Gathers take (table (B, S, D), ids) and return a result (B, N, D).
 // Sorting rows, for a scatter, takes ids (B, N) and returns (keys (1, B * N), order (B * N,),
 // scratch). On CPUs the results have the type of ids, and the scratch is (B * S + 1,) or (0,). On
-// GPUs they are int32, and the scratch is (SortScratchWords(B * N),).
+// GPUs the scratch is (SortScratchWords(B * N),) and the results are int32, but keys are uint16 if
+// B * S < 2^16.
 #pragma once
 
 #include <algorithm>
@@ -352,10 +353,13 @@ ffi::Error SortRowsHandler(typename Backend::Stream stream, ffi::AnyBuffer ids,
                            " and ", ShapeString(scratch->dimensions()));
   }
   const ffi::DataType type = is_narrow ? ffi::DataType::S32 : ffi::DataType::S64;
-  for (const ffi::AnyBuffer& result : {*keys, *order, *scratch}) {
-    if (result.element_type() != type) {
-      return InvalidArgument(kSortRows, ": results must be ", is_narrow ? "int32" : "int64");
-    }
+  const bool has_short_keys = !Backend::kSortsByCounters && i[0] * size < 1 << 16;
+  const ffi::DataType key_type = has_short_keys ? ffi::DataType::U16 : type;
+  if (keys->element_type() != key_type || order->element_type() != type ||
+      scratch->element_type() != type) {
+    const char* const name = is_narrow ? "int32" : "int64";
+    return InvalidArgument(kSortRows, ": keys must be ", has_short_keys ? "uint16" : name,
+                           ", and the other results ", name);
   }
   if (n == 0) return ffi::Error::Success();
   SortCall call{};
@@ -364,6 +368,7 @@ ffi::Error SortRowsHandler(typename Backend::Stream stream, ffi::AnyBuffer ids,
   call.keys = keys->untyped_data();
   call.order = order->untyped_data();
   call.scratch = scratch->element_count() == 0 ? nullptr : scratch->untyped_data();
+  call.key_bytes = has_short_keys ? 2 : 4;
   return Backend::Status(kSortRows, LaunchSortRows(call, stream));
 }
 

@@ -130,6 +130,7 @@ struct SortCall {
   ScatterProblem problem;
   const void* ids;
   void *keys, *order, *scratch;
+  int key_bytes;  // on GPUs: 2 or 4
 };
 
 // On GPUs, up to this number of positions are sorted by one block, without scratch space.

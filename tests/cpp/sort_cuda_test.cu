@@ -12,8 +12,8 @@
 
 using namespace jof;
 
-template <typename Index>
-void Test(int64_t batch, int64_t rows, int64_t size, bool wrap, bool clip) {
+template <typename Index, typename Key>
+void TestKeys(int64_t batch, int64_t rows, int64_t size, bool wrap, bool clip) {
   const int64_t n = batch * rows;
   std::mt19937_64 random(static_cast<uint64_t>(n + size));
   std::uniform_int_distribution<int64_t> draw(-size - 2, 2 * size + 2);
@@ -32,7 +32,7 @@ void Test(int64_t batch, int64_t rows, int64_t size, bool wrap, bool clip) {
   std::stable_sort(order.begin(), order.end(),
                    [&](int32_t a, int32_t b) { return keys[size_t(a)] < keys[size_t(b)]; });
 
-  DeviceArray from(ids, sizeof(Index)), sorted(4 * n, 4), positions(4 * n, 8);
+  DeviceArray from(ids, sizeof(Index)), sorted(int64_t{sizeof(Key)} * n, 4), positions(4 * n, 8);
   DeviceArray scratch(4 * SortScratchWords(n), 12);
   SortCall call{};
   call.problem = {batch, rows, 1, rule, false, sizeof(Index)};
@@ -40,18 +40,26 @@ void Test(int64_t batch, int64_t rows, int64_t size, bool wrap, bool clip) {
   call.keys = sorted.data();
   call.order = positions.data();
   call.scratch = scratch.data();
+  call.key_bytes = sizeof(Key);
   CHECK_CUDA(LaunchSortRows(call, nullptr));
   CHECK_CUDA(cudaDeviceSynchronize());
   const auto* const found = positions.CopyToHost<int32_t>();
-  const auto* const found_keys = sorted.CopyToHost<int32_t>();
+  const auto* const found_keys = sorted.CopyToHost<Key>();
   scratch.CopyToHost<int32_t>();
   for (int64_t i = 0; i < n; ++i) {
     const int32_t position = order[size_t(i)];
-    JOF_CHECK(found[i] == position && found_keys[i] == keys[size_t(position)],
+    const auto key = static_cast<int32_t>(found_keys[i]);
+    JOF_CHECK(found[i] == position && key == keys[size_t(position)],
               "%ld x %ld positions, %ld rows, at %ld: position %d of row %d, not %d of %d",
-              long(batch), long(rows), long(size), long(i), found[i], found_keys[i], position,
+              long(batch), long(rows), long(size), long(i), found[i], key, position,
               keys[size_t(position)]);
   }
+}
+
+template <typename Index>
+void Test(int64_t batch, int64_t rows, int64_t size, bool wrap, bool clip) {
+  if (batch * size < 1 << 16) TestKeys<Index, uint16_t>(batch, rows, size, wrap, clip);
+  TestKeys<Index, uint32_t>(batch, rows, size, wrap, clip);
 }
 
 int main(int argc, char**) {
