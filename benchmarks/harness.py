@@ -19,7 +19,7 @@ from jax_oneflow_ops import _policy
 
 from . import ceilings, timing
 from .inputs import Input, draw
-from .results import Row
+from .results import Row, figure
 from .timing import Contender, Outcome, reason
 
 Array = Any  # of any framework
@@ -258,11 +258,11 @@ def _row(item: _Prepared, machine: Machine, options: Options) -> Row:
 def _timed(row: Row, entrants: Entrants, timings: Outcome) -> Row:
     medians: dict[str, Any] = {**entrants.failed}
     for name, t in timings.items():
-        medians[name] = t if isinstance(t, str) else round(statistics.median(t), 3)
+        medians[name] = t if isinstance(t, str) else figure(statistics.median(t))
     ours, us = timings["ours"], medians.pop("ours")
     if isinstance(ours, str):
         return {**row, "error": ours}
-    row |= {"us": us, "iqr": round(timing.spread(ours), 3)}
+    row |= {"us": us, "iqr": figure(timing.spread(ours))}
     row |= {"copy": medians.pop("copy")} if "copy" in medians else {}
     row["xla"] = {name: medians.pop(name) for name in entrants.forms if name in medians}
     return {**row, "others": medians}

@@ -45,6 +45,11 @@ def read(path: Path) -> Result:
     return Result(header, rows)
 
 
+def figure(us: float) -> float:
+    """A time with four significant digits: more are noise."""
+    return float(f"{us:.4g}")
+
+
 def numbers(medians: dict[str, Any]) -> dict[str, float]:
     """Returns the medians of the rivals that ran."""
     return {name: us for name, us in medians.items() if isinstance(us, int | float)}
@@ -86,7 +91,7 @@ def packed(rows: Iterable[Row]) -> list[Any]:
             xla = min(numbers(row["xla"]).values(), default=None)
             default = numbers(row["others"]).get("default")
             times = (row["us"], row["iqr"], xla, default, form(row))
-            lines.append([name, *(us and float(f"{us:.4g}") for us in times)])
+            lines.append([name, *(us and figure(us) for us in times)])
         else:
             lines.append(row)
     return lines
