@@ -449,7 +449,9 @@ def _sorted_us(p: Problem) -> float:
     if p.is_element():
         us = ELEMENTS_US + SORTED_ELEMENT_US * updates
         return us + (_update_bytes(p) + _result_bytes(p)) / BYTES_PER_US
-    read = updates * SECTOR_BYTES * _sectors(p.inner * int(p.dtype.itemsize))
+    sectors = _sectors(p.inner * int(p.dtype.itemsize))
+    # Rows of an operand that have updates are read.
+    read = (updates + p.batch * min(p.updates, p.rows)) * SECTOR_BYTES * sectors
     us = IN_ORDER_US + _sort_us(flat) + SORTED_ROW_US * updates
     return us + (read + _result_bytes(p)) / BYTES_PER_US
 
