@@ -2,6 +2,8 @@
 
 Plans are made before a call is timed, as a program makes them once for a graph. "without plans" is
 the same layer that sorts its edges in each call; "jnp in order" is jnp with the order of the plan.
+In all forms of jnp but the first, attention divides sums instead of each edge's weight, so that its
+gradient scatters no denominators, which takes XLA seconds with a hub.
 """
 
 import math
@@ -79,6 +81,15 @@ def _attention_in_jax(values: Array, logits: Array, *graph: Array, **options: An
     return jax.ops.segment_sum(weights[..., None] * values[senders], receivers, **options)
 
 
+def _attention_divided_last(values: Array, logits: Array, *graph: Array, **options: Any) -> Array:
+    senders, receivers = graph
+    largest = jax.ops.segment_max(jax.lax.stop_gradient(logits), receivers, **options)
+    e = jnp.exp(logits - largest[receivers])[..., None]
+    total = jax.ops.segment_sum(e * values[senders], receivers, **options)
+    weight = jax.ops.segment_sum(e, receivers, **options)
+    return total / jnp.where(weight > 0, weight, 1)  # 0 without an edge
+
+
 def _torch_weighted_sum(torch: Any, x: Array, weights: Array, *graph: Array) -> Array:
     senders, receivers = graph
     return torch.zeros_like(x).index_add_(0, receivers, x[senders] * weights)
@@ -96,14 +107,23 @@ class Layer(NamedTuple):
     """A layer in three libraries, and the dimensions of a node and of an edge."""
 
     ours: Function
-    in_jax: Function
+    in_jax: Function  # as it is written
+    fast_in_jax: Function
     in_torch: Function
     node: tuple[int, ...]
     edge: tuple[int, ...]
 
 
-_SUM = Layer(_weighted_sum, _weighted_sum_in_jax, _torch_weighted_sum, (HEADS * WIDTH,), (1,))
-_ATTENTION = Layer(_attention, _attention_in_jax, _torch_attention, (HEADS, WIDTH), (HEADS,))
+_SUM = Layer(
+    *(_weighted_sum, _weighted_sum_in_jax, _weighted_sum_in_jax, _torch_weighted_sum),
+    node=(HEADS * WIDTH,),
+    edge=(1,),
+)
+_ATTENTION = Layer(
+    *(_attention, _attention_in_jax, _attention_divided_last, _torch_attention),
+    node=(HEADS, WIDTH),
+    edge=(HEADS,),
+)
 _LAYERS = {"weighted sum": _SUM, "attention": _ATTENTION}
 
 
@@ -127,13 +147,15 @@ def _work(op: str, kind: str, dtype: str, gradient: bool, nodes: int, edges: int
         plans = {"plan": plan, "sender_plan": sender_plan} if with_plans else {}
         return layer.ours(*arrays, num_segments=nodes, implementation=implementation, **plans)
 
-    def jnp_form(*args: Any) -> Array:
-        return layer.in_jax(*args[:-1], num_segments=nodes, indices_are_sorted=kind == "sorted")
+    def in_jax(function: Function, *args: Any) -> Array:
+        return function(*args[:-1], num_segments=nodes, indices_are_sorted=kind == "sorted")
+
+    jnp_form, fast_form = (partial(in_jax, f) for f in (layer.in_jax, layer.fast_in_jax))
 
     def in_order(*args: Any) -> Array:
         x, of_edges, senders, receivers, (plan, _) = args
         edges = (array[plan.order] for array in (of_edges, senders, receivers))
-        return layer.in_jax(x, *edges, num_segments=nodes, indices_are_sorted=True)
+        return layer.fast_in_jax(x, *edges, num_segments=nodes, indices_are_sorted=True)
 
     def in_float32(form: Function) -> Function:
         def run(*args: Any) -> Array:
@@ -149,9 +171,11 @@ def _work(op: str, kind: str, dtype: str, gradient: bool, nodes: int, edges: int
         wide = [x.astype(jnp.float64) if i in (0, 1, 5) else x for i, x in enumerate(args)]
         return out, measured(jnp_form)(*wide)
 
-    forms = {"jnp": jnp_form}
+    forms: dict[str, Function] = {"jnp": jnp_form}
+    if layer.fast_in_jax is not layer.in_jax:
+        forms["jnp divided last"] = fast_form
     if dtype != "float32":
-        forms["jnp f32"] = in_float32(jnp_form)
+        forms["jnp f32"] = in_float32(fast_form)
     if kind != "sorted":
         forms["jnp in order"] = in_float32(in_order)
     return Work(
