@@ -19,7 +19,8 @@ from tests.conftest import WITHOUT_EMITTERS
 )
 def test_with_fusion_emitters(pytestconfig):
     tests = Path(__file__).resolve().parent
-    options = ["-q", "-p", "no:cacheprovider", "-m", "fusion_emitters"]
+    # pytest-benchmark, where it is installed, warns if the parent is a process of xdist.
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "fusion_emitters"]
     options += ["--exhaustive"] if pytestconfig.option.exhaustive else []
     files = (str(tests / f"test_{name}.py") for name in ("cast", "upsample"))
     flags = os.environ["XLA_FLAGS"].replace(WITHOUT_EMITTERS, "")
