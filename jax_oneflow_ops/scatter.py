@@ -79,8 +79,8 @@ def segment_sum(
       Integers are exact modulo 2^k, where k is the number of bits. Floats are summed in their own
       dtype; 16-bit values are summed in float32 and rounded once. There is one exception: GPU sums
       of at most 8192 updates into more than sixteen times as many rows may be rounded at each
-      addition, unless ids are sorted or `deterministic` is set. Atomic additions of float32 on GPUs
-      flush sums below 2^-126 to 0. The order of summation is not specified.
+      addition, unless `indices_are_sorted` or `deterministic` is set. Atomic additions of float32
+      on GPUs flush sums below 2^-126 to 0. The order of summation is not specified.
 
     Differentiation and sharding:
       The gradient gathers rows. Differentiable to any order, in forward and reverse mode. All

@@ -19,9 +19,10 @@
 //
 // Most programs with aligned arrays run on faster kernels: rows_whole.cuh, rows_packed.cuh and
 // rows_tiles.cuh for rows of a few elements, rows_wide.cuh for long rows. This one is for float64,
-// misaligned arrays, long rows on GPUs without clusters, norms of rows that are too long for a
-// cluster, and norms, and their gradients to x, of 16-bit rows of odd lengths from 513 to 3,071 if
-// there are between 16 (from 2,049 on: 4) and 32 rows per multiprocessor. In arrays of more than
+// misaligned arrays, rows that fit neither into registers nor into shared memory, norms of long
+// rows on GPUs without clusters or of rows that are too long for a cluster, and norms, and their
+// gradients to x, of 16-bit rows of odd lengths from 513 to 3,071 if there are between 16 (from
+// 2,049 on: 4) and 32 rows per multiprocessor. In arrays of more than
 // 2^21 elements, it also computes all gradients of norms of 16-bit rows of odd lengths up to 3,071
 // and of f32 rows of less than 4,608. For traced programs, KernelOf in compiled_rows.cuh chooses
 // the kernel.

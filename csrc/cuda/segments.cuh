@@ -8,7 +8,8 @@
 // Segments that cross groups are combined through shared memory, segments that cross chunks through
 // the scratch and a second kernel. There are no atomics.
 //
-// Bytes: the program's inputs for each edge, 12 for its ids, each row of the result once.
+// Bytes: the program's inputs for each edge, 12 for its ids, each row of the result twice, as it is
+// cleared first.
 #pragma once
 
 #include "common/fast_divide.h"
