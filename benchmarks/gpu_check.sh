@@ -77,8 +77,7 @@ if [[ -z ${QUICK:-} ]]; then
     printf 'racecheck,%s\n' "${rows[@]}" "scatter brief "{f16,bf16,f32} "upsample brief" \
       "permute brief" "sort brief"
     printf 'memcheck,%s\n' "elementwise brief" "compiled brief" "upsample brief" "permute brief" \
-      "sort brief" \
-      "${rows[@]}" "scatter brief "{f16,bf16,f32,f64,i32,i64,gather}
+      "sort brief" "${rows[@]}" "scatter brief "{f16,bf16,f32,f64,i32,i64,gather}
     printf 'initcheck,%s\n' "scatter brief "{f16,bf16,f32,gather} "upsample brief" \
       "elementwise brief" "compiled brief" "permute brief"
     printf 'synccheck,%s\n' "rows brief "{group_norm,strided} "scatter brief "{f16,f32} \

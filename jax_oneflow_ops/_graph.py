@@ -354,11 +354,8 @@ def keys_of(ids: Any, rows: int) -> Any:
 
 
 def _order_reference(ids: Any, *, rows: int) -> list[jax.Array]:
-    return _sorted(keys_of(ids, rows), 2 * rows + 1)
-
-
-def _sorted(keys: Any, limit: int) -> list[jax.Array]:
     """Sorts keys along the last dimension: the original place of each, and the sorted keys."""
+    keys, limit = keys_of(ids, rows), 2 * rows + 1
     places = jax.lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
     # A radix sort takes one pass per byte.
     is_short = isinstance(limit, int) and limit <= 2**16

@@ -298,8 +298,9 @@ def add_rows(
     batch, inner = math.prod(shape[:n]), math.prod(trailing)
     updates = updates.reshape(batch, -1, inner)
     ids = ids.reshape(1 if indexing.shared else batch, -1)
-    # Integers have the same sum in any order.
-    ordered = indexing.deterministic and bool(jnp.issubdtype(dtype, jnp.inexact))
+    # Integers have the same sum in any order. Kernels with sorted ids keep the order, too.
+    in_order = indexing.deterministic or indexing.indices_are_sorted
+    ordered = in_order and bool(jnp.issubdtype(dtype, jnp.inexact))
     ordered = ordered and reducer not in ("max", "min")
     p = _scatter_policy.Problem(
         *(platform, batch, updates.shape[1], rows, inner, dtype, reducer),

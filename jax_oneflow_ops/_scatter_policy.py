@@ -155,9 +155,10 @@ GRID_MOST, GRID_UPDATES, GRID_SUMS = 8192, 64, 2**16
 #   1.3M rows of 32 f16 into 1.3M            195, 186, 192    321, 428, 523
 #   56,306 rows of 256 f16 into 929           33,  38,  45     27,  33,  27
 #   3.3M rows of 3 f16 into 8.9M             502, 367, 431    300, 918, 826
-# If the caller promises that ids are sorted, sums take 5.5 us and move bytes. Atomics take less
-# time if there are few updates, as they then take 2.2 us, or 3.3 us if they need scratch space; but
-# single elements in order wait for each other (in us, sorted and with atomics):
+# If the caller promises that ids are sorted, sums take 5.5 us and move bytes. Sums of floats then
+# have a fixed order. Integers, maxima and minima have none, and atomics take less time if there are
+# few updates: 2.2 us, or 3.3 us if they need scratch space. But single elements in order wait for
+# each other (in us, sorted and with atomics):
 #   4000 rows of 17 f32 into 200    6.8, 4.8      1M rows of 17 f32 into 50,000    40, 58
 #   30,000 rows of 8 f32 into 1500  7.1, 4.4      30,000 rows of 768 f32 into 1500  40, 57
 #   30,000 f32 into 1500            5.9, 3.3      200,000 f32 into 10,000           6.4, 10.5

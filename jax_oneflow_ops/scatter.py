@@ -55,9 +55,9 @@ def segment_sum(
         name.
       out_sharding: the sharding of the result over Explicit axes of the mesh of `jax.set_mesh`, as
         in `jax.ops.segment_sum` of newer releases of jax. Not together with `bucket_size`.
-      deterministic: gives results the same bits on every run. CPUs always do, and GPUs for
-        integers. Unless ids are sorted, it takes GPUs up to four times as long to sum single
-        floats.
+      deterministic: gives results the same bits on every run. CPUs always do, and GPUs for integers
+        and, in kernels, for sorted ids. Otherwise it takes GPUs up to four times as long to sum
+        single floats.
       implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
         takes the one that was measured to be faster for such a call (see `policy`). The environment
         variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.

@@ -3,7 +3,7 @@
 Plans are made before a call is timed, as a program makes them once for a graph. "without plans" is
 the same layer that sorts its edges in each call; "jnp in order" is jnp with the order of the plan.
 In all forms of jnp but the first, attention divides sums instead of each edge's weight, so that its
-gradient scatters no denominators, which takes XLA seconds with a hub.
+gradient scatters no denominators. The gradient of the first takes XLA seconds with a hub.
 """
 
 import math
