@@ -22,13 +22,39 @@ __device__ __forceinline__ unsigned ClusterRank() {
   return rank;
 }
 
-// Waits until all threads of the cluster have arrived, so that all of its blocks exist. Arriving
-// releases nothing: the barriers in shared memory have their own fence.
-__device__ __forceinline__ void SyncCluster() {
+__device__ __forceinline__ unsigned ClusterSize() {
+  unsigned size = 1;
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
-                   : "memory");
+  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
 #endif
+  return size;
+}
+
+// The number of this cluster in a one-dimensional grid.
+__device__ __forceinline__ unsigned ClusterId() {
+  unsigned id = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(id));
+#endif
+  return id;
+}
+
+// After WaitForCluster, all threads of the cluster have arrived, so all of its blocks exist.
+// Arriving releases nothing: the barriers in shared memory have their own fence.
+__device__ __forceinline__ void ArriveAtCluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void WaitForCluster() {
+#if __CUDA_ARCH__ >= 900
+  __syncwarp();  // for .aligned
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void SyncCluster() {
+  ArriveAtCluster();
+  WaitForCluster();
 }
 
 // A barrier in shared memory that completes when the expected number of bytes has been stored by

@@ -194,15 +194,19 @@ bool AreAligned(const Program& program, int64_t bytes = kPackBytes) {
 }
 
 template <int V, typename Program>
-inline constexpr WholeRowsTraits kWholeRowsTraits = {Program::kInputs,     Program::kVectors,
-                                                     Program::kColumnSums, V,
-                                                     V < Program::kPack,   8,
-                                                     Program::kMostRows,   false};
+inline constexpr WholeRowsTraits kWholeRowsTraits = {Program::kInputs,
+                                                     Program::kVectors,
+                                                     Program::kColumnSums,
+                                                     V,
+                                                     V > 1 && V < Program::kPack,
+                                                     V > 1 ? 8 : 16,
+                                                     Program::kMostRows,
+                                                     false};
 
 // Plans WholeRowsKernel. False if it does not handle these rows.
 template <int V, bool kHasEdges, typename Program>
 bool PlanWholeRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
-                   WholeRowsShape* shape, WholeRowsPlan* plan) {
+                   WholeRowsTeam* team, WholeRowsPlan* plan) {
   constexpr int64_t kBytes = V * sizeof(typename Program::Element);
   const int64_t rows = problem.rows(), n = problem.n, few = int64_t{device.multiprocessors} * 512;
   if ((n % V != 0) != kHasEdges || !AreAligned(program, kBytes)) return false;
@@ -216,10 +220,10 @@ bool PlanWholeRows(const Program& program, const RowsProblem& problem, const Row
       if (!kHasEdges && !IsAligned(vector.data, vector.is_f32 ? kPackBytes : kBytes)) return false;
     }
   }
-  const WholeRowsTeam team = WholeRowsTeamOf(kWholeRowsTraits<V, Program>, kHasEdges, n, rows, few);
-  *shape = team.shape;
-  *plan = {rows, 0, static_cast<int>(n), team.lanes, true};
-  return team.lanes > 0;
+  *team =
+      WholeRowsTeamOf(kWholeRowsTraits<V, Program>, kHasEdges, n, rows, few, device.has_clusters);
+  *plan = {rows, 0, static_cast<int>(n), team->lanes, true};
+  return team->lanes > 0;
 }
 
 // Sets *blocks for a kernel whose teams take `rows` rows at a time. If there are sums over rows,
@@ -243,16 +247,18 @@ inline cudaError_t CountWholeRowsBlocks(const void* kernel, int rows, int thread
   return cudaSuccess;
 }
 
-template <int V, int kHeld, int kRows, int kEdges, int kThreads, typename Program>
-cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int64_t* blocks,
-                            cudaStream_t stream) {
-  const auto kernel = WholeRowsKernel<Program, V, kHeld, kRows, kEdges, kThreads>;
+template <int V, int kHeld, int kRows, int kEdges, int kThreads, bool kIsCluster, typename Program>
+cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int cluster,
+                            int64_t* blocks, cudaStream_t stream) {
+  const auto kernel = WholeRowsKernel<Program, V, kHeld, kRows, kEdges, kThreads, kIsCluster>;
   const int threads = std::max(plan.lanes, kWholeRowsThreads);
   const cudaError_t status = CountWholeRowsBlocks(reinterpret_cast<const void*>(kernel), kRows,
                                                   threads, Program::kColumnSums > 0, &plan, blocks);
   if (status != cudaSuccess) return status;
-  kernel<<<static_cast<unsigned>(*blocks), threads, 0, stream>>>(program, plan);
-  return cudaGetLastError();
+  cudaLaunchAttribute attribute{};
+  const cudaLaunchConfig_t config =
+      ClusterConfig(*blocks * cluster, threads, cluster, 0, &attribute, stream);
+  return cudaLaunchKernelEx(&config, kernel, program, plan);
 }
 
 // Calls visit with each std::integral_constant below kCount.
@@ -266,7 +272,7 @@ void ForEachConstant(const Visit& visit) {
 
 // Launches the kernel instance for a shape, which is in one of the lists.
 template <int V, bool kHasEdges, typename Program>
-cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
+cudaError_t LaunchWholeRows(const Program& program, const WholeRowsTeam& team,
                             const WholeRowsPlan& plan, int64_t* blocks, cudaStream_t stream) {
   cudaError_t status = cudaErrorInvalidValue;
   bool is_launched = false;
@@ -275,10 +281,11 @@ cudaError_t LaunchWholeRows(const Program& program, const WholeRowsShape& shape,
         WholeRowsList(kWholeRowsTraits<V, Program>, kHasEdges, decltype(list)::value)
             .of[decltype(index)::value];
     if constexpr (kShape.Fits(kWholeRowsTraits<V, Program>)) {
-      if (is_launched || !(shape == kShape)) return;
+      if (is_launched || !(team.shape == kShape)) return;
       constexpr int kEdges = kHasEdges ? EdgesOf(V, kShape.least_lanes) : 0;
-      status = LaunchWholeRows<V, kShape.held, kShape.rows, kEdges, kShape.threads>(program, plan,
-                                                                                    blocks, stream);
+      status =
+          LaunchWholeRows<V, kShape.held, kShape.rows, kEdges, kShape.threads, kShape.is_cluster>(
+              program, plan, team.blocks, blocks, stream);
       is_launched = true;
     }
   };
@@ -297,12 +304,13 @@ bool TryWholeRows(const Program& program, const RowsProblem& problem, const Rows
     constexpr int V = decltype(pack)::value;
     constexpr bool kHasEdges = decltype(edges)::value;
     WholeRowsPlan plan{};
-    WholeRowsShape shape{};
-    if (!PlanWholeRows<V, kHasEdges>(program, problem, device, &shape, &plan)) return false;
-    *status = LaunchWholeRows<V, kHasEdges>(program, shape, plan, blocks, stream);
+    WholeRowsTeam team{};
+    if (!PlanWholeRows<V, kHasEdges>(program, problem, device, &team, &plan)) return false;
+    *status = LaunchWholeRows<V, kHasEdges>(program, team, plan, blocks, stream);
     return true;
   };
   const std::integral_constant<int, kPack> wide;
+  const std::integral_constant<int, 1> single;  // for few long rows
   const std::false_type no_edges;
   if constexpr (kIsNarrow<typename Program::Element>) {
     const std::integral_constant<int, kPack / 2> narrow;
@@ -317,9 +325,11 @@ bool TryWholeRows(const Program& program, const RowsProblem& problem, const Rows
         pays &= vector.is_f32 && vector.data != nullptr;
       if (pays && attempt(narrow, no_edges)) return true;
     }
-    if (attempt(wide, no_edges) || attempt(narrow, no_edges)) return true;
+    if (attempt(wide, no_edges) || attempt(single, no_edges) || attempt(narrow, no_edges)) {
+      return true;
+    }
   } else {
-    if (attempt(wide, no_edges)) return true;
+    if (attempt(wide, no_edges) || attempt(single, no_edges)) return true;
   }
   if constexpr (Program::kColumnSums == 0) {
     return attempt(wide, std::true_type());

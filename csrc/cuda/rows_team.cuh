@@ -146,13 +146,8 @@ __device__ __forceinline__ void ReduceTeam(const RowsTeam& team, Exchange<C, kMo
     }
     WaitForBytes(barrier, *turn >> 1 & 1);
     JOF_UNROLL
-    for (int i = 0; i < kValues; ++i) values[i] = of_blocks[0][i];
-    for (int b = 1; b < team.cluster; ++b) {
-      C other[kValues];
-      JOF_UNROLL
-      for (int i = 0; i < kValues; ++i) other[i] = of_blocks[b][i];
-      combine(values, other);
-    }
+    for (int i = 0; i < kValues; ++i) values[i] = of_blocks[threadIdx.x & (team.cluster - 1)][i];
+    for (int bit = team.cluster / 2; bit > 0; bit /= 2) CombineLanes(bit, values, combine);
   }
   ++*turn;
 }

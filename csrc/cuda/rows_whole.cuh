@@ -1,7 +1,8 @@
-// Rows that a team of up to 256 threads holds in registers, or up to 1024 if there are few rows. A
-// team is one thread, a part of a warp, a warp, or several warps, and may have several rows at a
-// time. All arrays are aligned to packs. The checks that RowsKernel makes for each pack are not
-// needed here, and loads go straight to registers.
+// Rows that a team of up to 256 threads holds in registers. If there are few rows, a team has up to
+// 1024 threads, or up to 8 blocks of 256. A team is one thread, a part of a warp, a warp, several
+// warps or a cluster of blocks, and may have several rows at a time. All arrays are aligned to
+// packs. The checks that RowsKernel makes for each pack are not needed here, and loads go straight
+// to registers.
 //
 // In most programs a team works on one row, or on several short rows at a time, and then exits. No
 // rows are loaded ahead: blocks of other rows run beside it instead. With several short rows, each
@@ -51,7 +52,7 @@ struct WholeRowsPlan {
   int64_t rows;
   int64_t teams;  // if there are sums over rows: each has every teams-th row
   int n;
-  int lanes;  // threads of a team: a power of two
+  int lanes;  // threads of a team, or of each of its blocks: a power of two
   // For traced programs: whether all arrays and row vectors are aligned to 16 bytes.
   bool is_packed;
 };
@@ -66,6 +67,9 @@ struct WholeRowsTraits {
   bool is_traced;
 };
 
+// Teams of several blocks: the shortest rows that they have, and the most blocks.
+inline constexpr int kClusterColumns = 4096, kMostBlocks = 8;
+
 // How many head and tail elements a lane may have. A row has up to pack - 1 of each.
 JOF_HOST_DEVICE constexpr int EdgesOf(int pack, int lanes) {
   return (2 * (pack - 1) + lanes - 1) / lanes;
@@ -78,10 +82,16 @@ JOF_HOST_DEVICE constexpr int EdgesOf(int pack, int lanes) {
 struct WholeRowsShape {
   int held, rows, least_lanes;
   int threads;  // the most in a block
+  bool is_cluster = false;
 
   JOF_HOST_DEVICE constexpr WholeRowsShape(int held = 0, int rows = 0, int least_lanes = 0,
                                            int threads = kWholeRowsThreads)
       : held(held), rows(rows), least_lanes(least_lanes), threads(threads) {}
+  JOF_HOST_DEVICE static constexpr WholeRowsShape OfCluster(int held) {
+    WholeRowsShape shape(held, 1);
+    shape.is_cluster = true;
+    return shape;
+  }
   JOF_HOST_DEVICE constexpr int LeastLanes(const WholeRowsTraits& traits, bool has_edges,
                                            int64_t n) const {
     if (!has_edges) return 1;
@@ -94,7 +104,7 @@ struct WholeRowsShape {
   }
   JOF_HOST_DEVICE constexpr bool operator==(const WholeRowsShape& other) const {
     return held == other.held && rows == other.rows && least_lanes == other.least_lanes &&
-           threads == other.threads;
+           threads == other.threads && is_cluster == other.is_cluster;
   }
 };
 struct WholeRowsShapes {
@@ -111,6 +121,7 @@ struct WholeRowsShapes {
 JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTraits& traits,
                                                             bool has_edges, int64_t packs) {
   const bool is_narrow = traits.pack > 4;
+  if (traits.pack == 1) return {};
   // Whether registers hold nothing but the elements of one array.
   const bool has_room = traits.vectors == 0 && traits.inputs == 1;
   const int other = is_narrow ? 3 : 8;
@@ -145,7 +156,7 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOfFew(const WholeRowsTr
                                                                bool has_edges) {
   constexpr int kMost = kFewRowsThreads;
   const int least_lanes = !has_edges ? 0 : traits.pack > 4 ? 16 : 8;
-  if (traits.sums > 0 || traits.is_short) return {};
+  if (traits.sums > 0 || traits.is_short || traits.pack == 1) return {};
   // More would not fit in the registers of so many threads.
   const bool are_large = traits.inputs > (has_edges ? 1 : 2) && traits.pack > 4;
   if (are_large) return {{{1, 1, least_lanes, kMost}}};
@@ -155,20 +166,38 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOfFew(const WholeRowsTr
   return {{{1, 1, 0, kMost}, {2, 1, 0, kMost}, {4, 1, 0, kMost}}};
 }
 
+// The instances for few long rows, whose teams are clusters of blocks. Rows that begin or end
+// within packs consist of packs of one element: then all elements are alike, and loads of row
+// vectors have no gaps. On an H200, in us, and with the instances above or WideRowsKernel:
+//   layer norm of bf16 1 x 16384 2.6 (5.8), 1 x 14255 3.3 (6.0); of f32 4 x 9759 2.9 (8.5)
+//   rms norm of bf16 30 x 8975 3.0 (6.7); of f32 37 x 16384 3.2 (5.1), 64 x 32768 8.2 (12.6)
+//   softmax of bf16 1 x 9443 2.6 (4.0), 1 x 16384 2.4 (3.1); of f32 4 x 32768 3.0 (3.8)
+JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOfClusters(const WholeRowsTraits& traits,
+                                                                    bool has_edges) {
+  const auto of = [](int held) { return WholeRowsShape::OfCluster(held); };
+  if (traits.is_traced || traits.sums > 0 || traits.is_short || has_edges) return {};
+  if (traits.pack == 1) return {{of(8), of(16)}};
+  // More would not fit in registers.
+  const bool are_large = traits.inputs > 2 && traits.pack > 4;
+  return {{of(2), are_large ? WholeRowsShape() : of(4)}};
+}
+
 // All instances for a program are in these lists.
-inline constexpr int kWholeRowsLists = 5;
+inline constexpr int kWholeRowsLists = 6;
 JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsList(const WholeRowsTraits& traits,
                                                         bool has_edges, int list) {
   constexpr int kPacks[] = {2, 8, 32, 33}, kLast = kWholeRowsLists - 1;
-  static_assert(sizeof(kPacks) == kLast * sizeof(int));
-  if (list == kLast) return WholeRowsShapesOfFew(traits, has_edges);
+  static_assert(sizeof(kPacks) == (kLast - 1) * sizeof(int));
+  if (list == kLast) return WholeRowsShapesOfClusters(traits, has_edges);
+  if (list == kLast - 1) return WholeRowsShapesOfFew(traits, has_edges);
   return WholeRowsShapesOf(traits, has_edges, kPacks[list]);
 }
 
 // The cheapest instance, and the lanes of its teams.
 struct WholeRowsTeam {
   WholeRowsShape shape;
-  int lanes;  // 0: no instance handles these rows
+  int lanes;       // of a block; 0: no instance handles these rows
+  int blocks = 1;  // of a team
 };
 
 // The instance for few rows: lanes are added until there are `few` threads, or half as many where a
@@ -176,7 +205,7 @@ struct WholeRowsTeam {
 // packs.
 JOF_HOST_DEVICE constexpr WholeRowsTeam TeamOfFewRows(const WholeRowsTraits& traits, bool has_edges,
                                                       int64_t n, int64_t rows, int64_t few) {
-  // Clusters of blocks are better for longer rows, except for f32 norms: rms norm of 37 x 16384
+  // WideRowsKernel is better for longer rows, except for f32 norms: rms norm of 37 x 16384
   // takes 4.1 us here and 5.9 there. With edges, vectors are loaded element by element: rms norm of
   // bf16 30 x 8975 takes 8.5 us here.
   const bool is_f32_norm = traits.vectors > 0 && traits.pack <= 4 && !has_edges;
@@ -195,14 +224,34 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam TeamOfFewRows(const WholeRowsTraits& tra
   return {};
 }
 
+// The instance for few long rows: blocks are added until a thread has at most two packs, or eight
+// single elements. There is none if there would be too many threads, or too many packs for one.
+// Rows of up to 8192 elements have an instance only if every block gets a multiprocessor: layer
+// norm of bf16 256 x 8192 takes 7.2 us on an H200, 5.7 with one block for each row.
+JOF_HOST_DEVICE constexpr WholeRowsTeam TeamOfCluster(const WholeRowsTraits& traits, bool has_edges,
+                                                      int64_t n, int64_t rows, int64_t few) {
+  const int64_t packs = n / traits.pack, aim = traits.pack == 1 ? 8 : 2;
+  int blocks = 1;
+  const auto threads = [&] { return int64_t{blocks} * kWholeRowsThreads; };
+  while (blocks < kMostBlocks && packs > aim * threads()) blocks *= 2;
+  if (blocks == 1 || rows * threads() > (n > 8192 ? 2 * few : few / 2)) return {};
+  const WholeRowsShapes shapes = WholeRowsShapesOfClusters(traits, has_edges);
+  for (const WholeRowsShape& one : shapes.of) {
+    if (one.Fits(traits) && one.held * threads() >= packs) return {one, kWholeRowsThreads, blocks};
+  }
+  return {};
+}
+
 inline constexpr int64_t kManyRows = int64_t{1} << 40;
 
 // Chooses the instance. If there would be fewer than `few` threads, each one gets less to do.
 JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const WholeRowsTraits& traits,
                                                         bool has_edges, int64_t n, int64_t rows,
-                                                        int64_t few) {
+                                                        int64_t few, bool has_clusters = false) {
   constexpr int kWarp = internal::kWarpSize;
-  WholeRowsTeam team = TeamOfFewRows(traits, has_edges, n, rows, few);
+  WholeRowsTeam team{};
+  if (has_clusters && n >= kClusterColumns) team = TeamOfCluster(traits, has_edges, n, rows, few);
+  if (team.lanes == 0) team = TeamOfFewRows(traits, has_edges, n, rows, few);
   if (team.lanes > 0) return team;
   const int64_t pack = traits.pack;
   const int64_t packs = n / pack;
@@ -284,7 +333,7 @@ __device__ __forceinline__ uint4 LoadOnce(const void* source) {
 // A thread holds kHeld packs of V elements of each of kRows rows, or fewer. If rows have edges, it
 // also holds kEdges head and tail elements, or fewer.
 template <typename Program, int V, int kHeld, int kRows, int kEdges,
-          int kThreads = kWholeRowsThreads>
+          int kThreads = kWholeRowsThreads, bool kIsCluster = false>
 class WholeRowsBody {
  public:
   using T = typename Program::Element;
@@ -309,16 +358,23 @@ class WholeRowsBody {
   // once, and keeps them. With more words, blocks of 1024 threads would spill registers; head and
   // tail elements take some, too.
   static constexpr int kWords = kHeld * V * (kInputs + kVectors) + (kHasEdges ? 16 : 0);
-  static constexpr bool kKeeps = kColumnSums > 0 ||
-                                 (kVectors > 0 && kRows == 1 && kHeld <= 2 && kWords <= 48);
+  static constexpr bool kKeeps = kColumnSums > 0 || (kVectors > 0 && kRows == 1 &&
+                                                     (kIsCluster || (kHeld <= 2 && kWords <= 48)));
   static_assert(kRows == 1 || (!kHasEdges && kColumnSums == 0));
   static_assert(!kHasEdges || kColumnSums == 0);  // SetEdges is for one row
   static_assert(kIsWide || !kHasEdges);
+  static_assert(!kIsCluster || (kRows == 1 && kColumnSums == 0 && !kHasEdges));
 
   __device__ __forceinline__ WholeRowsBody(const Program& program, const WholeRowsPlan& plan)
       : program_(program), plan_(plan) {
     lane_ = threadIdx.x & (Lanes() - 1);
     step_ = V * Lanes();
+    if constexpr (kIsCluster) {
+      lane_ += static_cast<int>(internal::ClusterRank()) * Lanes();
+      step_ *= Blocks();
+      if (threadIdx.x < 2) internal::InitBarrier(&Exchange()->barriers[threadIdx.x]);
+      internal::ArriveAtCluster();
+    }
     if constexpr (kShares) {
       are_plain_ = true;
       JOF_UNROLL
@@ -332,7 +388,8 @@ class WholeRowsBody {
   __device__ __forceinline__ void Run() {
     const int shift = __ffs(Lanes()) - 1;  // divisions would hold up the first loads
     const int team_here = threadIdx.x >> shift, teams_here = Threads() >> shift;
-    int64_t row = int64_t{blockIdx.x} * (teams_here * kRows) + team_here;
+    const unsigned block = kIsCluster ? internal::ClusterId() : blockIdx.x;
+    int64_t row = int64_t{block} * (teams_here * kRows) + team_here;
     first_ = lane_ * V;
     if constexpr (kHasEdges) SetEdges(row);
     if constexpr (kColumnSums == 0) {
@@ -348,6 +405,7 @@ class WholeRowsBody {
       Unpack();
       JOF_UNROLL
       for (int i = 0; i < kRows; ++i) Start(&facts[i]);
+      if constexpr (kIsCluster) internal::WaitForCluster();
       Reduce<0>(facts);
       Finish(row, teams_here, facts);
     } else {
@@ -383,6 +441,11 @@ class WholeRowsBody {
     }
   }
 
+  // Blocks of a team.
+  __device__ __forceinline__ static int Blocks() {
+    return kIsCluster ? static_cast<int>(internal::ClusterSize()) : 1;
+  }
+
   __device__ __forceinline__ static int Threads() {
     return kThreads > kWholeRowsThreads ? static_cast<int>(blockDim.x) : kWholeRowsThreads;
   }
@@ -398,7 +461,8 @@ class WholeRowsBody {
   }
   // Whether no thread has the pack. This is worth a branch if rows may have any length.
   __device__ __forceinline__ bool NobodyHas(int k) const {
-    return (kHasEdges || Program::kIsTraced) && k * step_ + (kHasEdges ? V - 1 : 0) >= Width();
+    return (kHasEdges || Program::kIsTraced || V == 1) &&
+           k * step_ + (kHasEdges ? V - 1 : 0) >= Width();
   }
 
   // Sets the columns of this thread's packs, and of its head and tail elements.
@@ -664,9 +728,10 @@ class WholeRowsBody {
       using Array = decltype(ElementOfPointer(OutputOf<o>(program_)));
       Pack<Array, V> out;
       JOF_UNROLL
-      for (int j = 0; j < V; j += 2) {
+      for (int j = 0; j + 1 < V; j += 2) {
         Accumulator<Array>::Store2(internal::At<o>(y[j]), internal::At<o>(y[j + 1]), &out.elem[j]);
       }
+      if constexpr (V == 1) out.elem[0] = Accumulator<Array>::Store(internal::At<o>(y[0]));
       Array* target = PackOf(OutputOf<o>(program_) + row * Width() + first_, k);
       if (!exists || !Has(k)) return;
       if (!Program::kIsTraced || plan_.is_packed) {
@@ -782,8 +847,9 @@ class WholeRowsBody {
       }
       JOF_UNROLL
       for (int i = 0; i < kRows; ++i) Accumulate<r>(i, facts[i], of_rows[i]);
-      internal::ReduceLanes(Lanes(), Exchange(), r & 1, all,
-                            internal::CombineEach<r, Program>{program_});
+      unsigned turn = r;
+      internal::ReduceTeam<kIsCluster>({Lanes(), 0, 0, Blocks(), 0}, Exchange(), &turn, all,
+                                       internal::CombineEach<r, Program>{program_});
       JOF_UNROLL
       for (int i = 0; i < kRows; ++i) {
         program_.template Finish<r>(of_rows[i], static_cast<C>(Width()), &facts[i]);
@@ -826,9 +892,10 @@ class WholeRowsBody {
 };
 
 // The blocks that a multiprocessor must have enough registers for.
-template <typename Program, int V, int kHeld, int kRows, int kEdges>
+template <typename Program, int V, int kHeld, int kRows, int kEdges, bool kIsCluster = false>
 JOF_HOST_DEVICE constexpr int WholeRowsBlocks() {
   constexpr bool kNarrow = Program::kPack > 4;
+  if (kIsCluster) return 2;
   if (Program::kColumnSums > 0) return V * kHeld * Program::kInputs <= 32 ? 2 : 1;
   if (Program::kInputs > 1) return 2;
   // With 4 instead of 3, log_softmax of bf16 610687 x 131 takes 107 us instead of 125.
@@ -839,14 +906,16 @@ JOF_HOST_DEVICE constexpr int WholeRowsBlocks() {
   return has_few && !Program::NeedsRegisters() ? 4 : 3;
 }
 
-template <typename Program, int V, int kHeld, int kRows, int kEdges, int kThreads>
-__global__ void __launch_bounds__(kThreads,
-                                  kThreads > kWholeRowsThreads
-                                      ? 1
-                                      : WholeRowsBlocks<Program, V, kHeld, kRows, kEdges>())
+template <typename Program, int V, int kHeld, int kRows, int kEdges, int kThreads, bool kIsCluster>
+__global__ void __launch_bounds__(
+    kThreads, kThreads > kWholeRowsThreads
+                  ? 1
+                  : WholeRowsBlocks<Program, V, kHeld, kRows, kEdges, kIsCluster>())
     WholeRowsKernel(const __grid_constant__ Program program,
                     const __grid_constant__ WholeRowsPlan plan) {
-  WholeRowsBody<Program, V, kHeld, kRows, kEdges, kThreads>(program, plan).Run();
+  if constexpr (!kIsCluster || internal::kHasClusters) {  // other cases are never planned
+    WholeRowsBody<Program, V, kHeld, kRows, kEdges, kThreads, kIsCluster>(program, plan).Run();
+  }
 }
 
 JOF_NAMESPACE_END

@@ -37,7 +37,9 @@
 // took 849 us; 739 with loops without tests of columns (packs with edges are visited separately);
 // 716 with one exchange between warps instead of two; 683 with as few empty packs as possible; 555
 // with rows in registers; 506 without branches on vectors that may be absent, and with one
-// multiply-add to normalize an element that was replaced by its difference from the centre.
+// multiply-add to normalize an element that was replaced by its difference from the centre. Few
+// rows wait less if vectors are loaded after the copies of the first rows have started, and if the
+// blocks of a cluster wait for each other only then.
 //
 // What did not: sums of exponentials relative to the maximum so far, rescaled as it grows, so that
 // a row is read twice and not three times. This took 549 us for cross entropy of bf16 with its
@@ -167,7 +169,7 @@ class WideRowsBody {
   __device__ __forceinline__ void Run() {
     if (plan_.cluster > 1) {
       if (threadIdx.x < 2) internal::InitBarrier(&shared_->barriers[threadIdx.x]);
-      internal::SyncCluster();
+      internal::ArriveAtCluster();
     }
     const int64_t team = blockIdx.x / plan_.cluster;
     if constexpr (kHasColumns) {
@@ -217,8 +219,6 @@ class WideRowsBody {
     stride_ = stride;
     Enter(row);
     stage_ = 0;
-    LoadVectors();
-    ClearColumnSums();
 #pragma unroll 1
     for (int s = 0; s < Stages(); ++s) {
       const Source source = SourceOf(row, s);
@@ -229,7 +229,11 @@ class WideRowsBody {
       }
       FetchRest(source, s);
     }
+    LoadVectors();
+    ClearColumnSums();
     Row next = Announce(row, 0);
+    if (plan_.cluster > 1 && !has_entered_) internal::WaitForCluster();
+    has_entered_ = true;
     for (; left_ > 0; --left_, row += stride_) {
       if (!kHasColumns) Enter(row);
       Row facts = next;
@@ -414,23 +418,36 @@ class WideRowsBody {
   }
   __device__ __forceinline__ void LoadVectors() const {
     if constexpr (kVectors > 0) {
+      // Several packs at a time, so that the thread waits for memory less often. In 16-bit programs
+      // this would take more registers than the rest, and fewer blocks would fit.
+      constexpr int kBatch = kHolds && !Program::kIsTraced && V <= 4 ? 4 : 1;
       JOF_UNROLL
       for (int i = 0; i < kVectors; ++i) {
         const int packs = HasVector(i) ? plan_.packs : 1;
 #pragma unroll 1
-        for (int k = 0; k < packs; ++k) {
+        for (int first = 0; first < packs; first += kBatch) {
           union {
             C columns[V];
             uint4 words[kSlotsOfVector];
-          };
-          const internal::PackPlace<V> pack{Column(k), Width()};
-          if constexpr (Program::kIsTraced) {
-            program_.LoadVector(i, pack, false, columns);
-          } else {
-            internal::LoadVector<T>(program_.vectors[i], pack, program_.Missing(i), columns);
+          } loaded[kBatch];
+          JOF_UNROLL
+          for (int b = 0; b < kBatch; ++b) {
+            const internal::PackPlace<V> pack{Column(first + b), Width()};
+            if constexpr (Program::kIsTraced) {
+              program_.LoadVector(i, pack, false, loaded[b].columns);
+            } else {
+              internal::LoadVector<T>(program_.vectors[i], pack, program_.Missing(i),
+                                      loaded[b].columns);
+            }
           }
           JOF_UNROLL
-          for (int w = 0; w < kSlotsOfVector; ++w) VectorSlot(k, i)[w * Threads()] = words[w];
+          for (int b = 0; b < kBatch; ++b) {
+            if (first + b >= packs) break;
+            JOF_UNROLL
+            for (int w = 0; w < kSlotsOfVector; ++w) {
+              VectorSlot(first + b, i)[w * Threads()] = loaded[b].words[w];
+            }
+          }
         }
       }
     }
@@ -817,7 +834,8 @@ class WideRowsBody {
   Place place_;  // in the current row
   int left_;     // rows left, including the current one
   int64_t stride_;
-  int stage_;  // stage that holds the current row
+  int stage_;                 // stage that holds the current row
+  bool has_entered_ = false;  // all blocks of the cluster exist
   unsigned turn_ = 0;
   C elements_ = 0;  // of the row that this warp has, for programs that combine parts
   uint4* vectors_[kVectors + 1];

@@ -620,6 +620,21 @@ static_assert(LanesOfFew(8, 2, 131072, 1024) == 0 && LanesOfFew(8, 2, 7, 110) ==
 static_assert(LanesOfFew(4, 0, 1024, 1024) == 64);  // teams of several warps are for fewer rows
 static_assert(LanesOfFew(4, 0, 130000, 8) == 1 && LanesOfFew(4, 0, 140000, 8) == 0);
 
+// 100 times the blocks of a team for few long rows, and the packs of a thread; 0: there is none.
+constexpr int ClusterOf(int pack, int vectors, int64_t rows, int64_t n) {
+  const WholeRowsTraits traits{1, vectors, 0, pack, false, pack > 1 ? 8 : 16, 8, false};
+  const WholeRowsTeam team = WholeRowsTeamOf(traits, n % pack != 0, n, rows, 132 * 512, true);
+  return team.shape.is_cluster ? 100 * team.blocks + team.shape.held : 0;
+}
+static_assert(ClusterOf(8, 0, 1, 4096) == 0 && ClusterOf(8, 0, 1, 4104) == 202);
+static_assert(ClusterOf(4, 0, 48, 4096) == 202 && ClusterOf(8, 2, 1, 16384) == 402);
+static_assert(ClusterOf(8, 0, 3, 65536) == 804 && ClusterOf(8, 0, 3, 65544) == 0);
+static_assert(ClusterOf(4, 1, 64, 32768) == 804 && ClusterOf(4, 1, 66, 32768) == 804);
+static_assert(ClusterOf(4, 1, 67, 32768) == 0 && ClusterOf(1, 2, 30, 8975) == 808);
+static_assert(ClusterOf(1, 0, 1, 4097) == 408 && ClusterOf(1, 0, 2, 32767) == 816);
+static_assert(ClusterOf(8, 2, 256, 8192) == 0 && ClusterOf(8, 2, 66, 8192) == 202);
+static_assert(ClusterOf(8, 0, 1, 9001) == 0);  // has edges
+
 // If WideRowsKernel is compiled for a traced program, there is a plan for any number of rows on
 // each GPU with clusters. Returns the number of failures. Needs no GPU.
 int64_t TestWidePlans() {
@@ -748,6 +763,16 @@ int main(int argc, char** argv) {
     const RowsProblem p{n > 600 ? 9 : 37, n, 1};
     if (wanted("softmax")) launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 8);
     if (wanted("norm")) launches += TestNorms<Half>(p, 8) + TestNorms<BFloat16>(p, 8);
+  }
+  // Few long rows: clusters of two to eight blocks, on GPUs that have them.
+  for (const int64_t n : {4097, 4104, 8190, 8192, 16385, 20008, 32767, 32768, 65536}) {
+    const RowsProblem p{3, n, 1};
+    if (wanted("softmax")) {
+      launches += TestType<Half>(p, 16) + TestType<BFloat16>(p, 16) + TestType<float>(p, 16);
+    }
+    if (wanted("norm")) {
+      launches += TestNorms<Half>(p, 16) + TestNorms<BFloat16>(p, 16) + TestNorms<float>(p, 16);
+    }
   }
   // Enough rows for the ordinary instances of WholeRowsKernel, on GPUs with up to 134
   // multiprocessors: the rows above run on those for few rows.
