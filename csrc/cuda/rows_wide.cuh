@@ -39,7 +39,8 @@
 // with rows in registers; 506 without branches on vectors that may be absent, and with one
 // multiply-add to normalize an element that was replaced by its difference from the centre. Few
 // rows wait less if vectors are loaded after the copies of the first rows have started, and if the
-// blocks of a cluster wait for each other only then.
+// blocks of a cluster wait for each other only then: layer norm of f32 20 x 50257 takes 10.9 us
+// instead of 16.0, 128 x 32000 16.0 instead of 21.4.
 //
 // What did not: sums of exponentials relative to the maximum so far, rescaled as it grows, so that
 // a row is read twice and not three times. This took 549 us for cross entropy of bf16 with its
