@@ -294,8 +294,9 @@ cudaError_t LaunchWholeRows(const Program& program, const WholeRowsTeam& team,
   return status;
 }
 
-// Launches WholeRowsKernel with the widest packs that divide rows evenly, or else with edges. False
-// if it does not handle these rows.
+// Launches WholeRowsKernel with packs of 16 bytes if they divide rows evenly, else with single
+// elements for few long rows, else with half packs, else with edges. False if it does not handle
+// these rows.
 template <typename Program>
 bool TryWholeRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
                   int64_t* blocks, cudaStream_t stream, cudaError_t* status) {

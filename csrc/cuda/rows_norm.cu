@@ -346,9 +346,9 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
     // and gradient of the rms norm of bf16 1294 x 21 take 7.4 us on an H200, 13.9 otherwise; of f32
     // 1000 x 512 10.2 and 12.2, but of f32 300000 x 5 26 and 18.
     const bool are_few = call.problem.rows() * call.problem.n <= 1 << 21;
-    // So does a kernel for dx alone, if every row gets a multiprocessor: layer norm of bf16 128 x
-    // 4096 with its gradient takes 9.3 us on an H200, 12.2 with one kernel for dx and the sums, rms
-    // norm of bf16 24 x 32768 9.4 and 14.2, of f32 4 x 16384 6.2 and 8.3.
+    // Separate kernels are also faster if there are at most as many rows as multiprocessors: layer
+    // norm of bf16 128 x 4096 with its gradient takes 9.3 us on an H200, 12.2 with one kernel for
+    // dx and the sums, rms norm of bf16 24 x 32768 9.4 and 14.2, of f32 4 x 16384 6.2 and 8.3.
     const bool are_fewest = call.problem.rows() <= device.multiprocessors &&
                             call.problem.rows() * call.problem.n <= 1 << 20;
     if (!kIsDouble<T> && are_fewest && call.problem.n >= 8) {

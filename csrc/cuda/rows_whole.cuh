@@ -10,7 +10,8 @@
 // take rows round-robin, load the next row ahead and keep row vectors in registers.
 //
 // 16-bit rows whose length is a multiple of four, but not of eight, consist of packs of 8 bytes
-// (except in traced programs). Other rows whose length is not a multiple of a pack have edges: they
+// (except in traced programs). Few long rows whose length is not a multiple of a 16-byte pack
+// consist of single elements. Other rows whose length is not a multiple of a pack have edges: they
 // begin or end within a pack. Threads hold the packs that lie wholly in such a row. Its head and
 // tail elements, those before and after these packs, are spread over the lanes, one or a few for
 // each. So nothing is computed for elements of other rows. Row vectors are loaded element by
@@ -67,7 +68,8 @@ struct WholeRowsTraits {
   bool is_traced;
 };
 
-// Teams of several blocks: the shortest rows that they have, and the most blocks.
+// Rows of teams of several blocks have at least kClusterColumns elements; such a team has at most
+// kMostBlocks.
 inline constexpr int kClusterColumns = 4096, kMostBlocks = 8;
 
 // How many head and tail elements a lane may have. A row has up to pack - 1 of each.
@@ -81,8 +83,8 @@ JOF_HOST_DEVICE constexpr int EdgesOf(int pack, int lanes) {
 // at least 4, so that these elements take few registers, except for very short rows.
 struct WholeRowsShape {
   int held, rows, least_lanes;
-  int threads;  // the most in a block
-  bool is_cluster = false;
+  int threads;              // the most in a block
+  bool is_cluster = false;  // a team is a cluster of blocks
 
   JOF_HOST_DEVICE constexpr WholeRowsShape(int held = 0, int rows = 0, int least_lanes = 0,
                                            int threads = kWholeRowsThreads)
