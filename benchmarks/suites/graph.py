@@ -72,12 +72,16 @@ def _attention(values: Array, logits: Array, *graph: Array, **options: Any) -> A
     return jof.attention_sum(logits, values, *graph, **options)
 
 
-def _attention_in_jax(values: Array, logits: Array, *graph: Array, **options: Any) -> Array:
+def _softmax_in_jax(logits: Array, receivers: Array, **options: Any) -> Array:
     """Without a derivative of the maximum, which cancels and takes XLA seconds with a hub."""
-    senders, receivers = graph
     largest = jax.ops.segment_max(jax.lax.stop_gradient(logits), receivers, **options)
     e = jnp.exp(logits - largest[receivers])
-    weights = e / jax.ops.segment_sum(e, receivers, **options)[receivers]
+    return e / jax.ops.segment_sum(e, receivers, **options)[receivers]
+
+
+def _attention_in_jax(values: Array, logits: Array, *graph: Array, **options: Any) -> Array:
+    senders, receivers = graph
+    weights = _softmax_in_jax(logits, receivers, **options)
     return jax.ops.segment_sum(weights[..., None] * values[senders], receivers, **options)
 
 
@@ -198,14 +202,12 @@ def _work(op: str, kind: str, dtype: str, gradient: bool, nodes: int, edges: int
 
 
 def _from_rounding(logits: Array, receivers: Array, dy: Array, y: Array, **options: Any) -> Array:
-    """The most that attention's gradient of logits may be off because `y` was rounded to 16 bits.
+    """The most that attention's gradient of logits may be off because `y` was rounded.
 
     The gradient of an edge is its weight times the dot product of `dy` and of the difference of the
     sender's values and `y`.
     """
-    largest = jax.ops.segment_max(logits, receivers, **options)
-    e = jnp.exp(logits - largest[receivers])
-    weights = e / jax.ops.segment_sum(e, receivers, **options)[receivers]
+    weights = _softmax_in_jax(logits, receivers, **options)
     _, exponent = jnp.frexp(y.astype(jnp.float64))
     half_ulp = jnp.ldexp(0.5, exponent - 1 - jnp.finfo(y.dtype).nmant)
     return weights * (jnp.abs(dy) * half_ulp).sum(-1)[receivers]

@@ -40,8 +40,8 @@ __device__ __forceinline__ unsigned ClusterId() {
 }
 
 // After WaitForCluster, all threads of the cluster have arrived, so all of its blocks exist. Each
-// thread calls ArriveAtCluster once, and then WaitForCluster once.
-// Arriving releases nothing: the barriers in shared memory have their own fence.
+// thread calls ArriveAtCluster once, and then WaitForCluster once. Arriving releases nothing: the
+// barriers in shared memory have their own fence.
 __device__ __forceinline__ void ArriveAtCluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
