@@ -17,6 +17,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+BUILD_DIR ?= $(VENV)/build
 JAX ?= jax
 CXX ?= c++
 PYTEST_ARGS ?= -n 2 --dist loadgroup
@@ -98,13 +99,17 @@ clean:
 # The extra that installs jax for the visible GPU, if any, for the CUDA version of its driver.
 CUDA_EXTRA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \(12\|13\)\..*/,cuda\1/p')
 
-# Each environment has its own build folder, because CMake keeps a build's variables there.
+# Each environment has its own build folder, because CMake keeps a build's variables there. With the
+# same variables, environments can share one, BUILD_DIR=dir, so that the kernels are compiled once.
 # --verbose shows what is compiled and the compilers' messages; grep removes noise.
 $(VENV)/installed: $(BUILD_INPUTS) | $(VENV)/created
 	@echo "==> Installing $(JAX) and compiling jax_oneflow_ops into $(VENV), which takes minutes"
-	@rm -f $@; { $(BIN)/python -m pip install --verbose --config-settings=build-dir=$(VENV)/build \
-	  --editable '.[test$(CUDA_EXTRA)]' '$(JAX)' && touch $@; } 2>&1 | grep --line-buffered -v \
-	  -e 'Link requires a different Python' -e 'changing mode of' -e '-- Installing: '; test -e $@
+	@rm -f $@; { tools=$$(bash cmake/build_tools.sh $(BIN)/python $(BUILD_DIR)/tools) && \
+	  PATH="$(abspath $(BUILD_DIR))/tools/bin:$$PATH" PYTHONPATH="$$tools" $(BIN)/python -m pip install \
+	  --verbose --no-build-isolation --no-deps --config-settings=build-dir=$(BUILD_DIR) --editable . && \
+	  $(BIN)/python -m pip install 'jax-oneflow-ops[test$(CUDA_EXTRA)]' '$(JAX)' && touch $@; } 2>&1 | \
+	  grep --line-buffered -v -e 'Link requires a different Python' -e 'changing mode of' \
+	  -e '-- Installing: ' -e 'Requirement already satisfied'; test -e $@
 
 # Installs an extra's requirements, except other extras of this package.
 $(VENV)/installed-%: $(VENV)/installed

