@@ -5,6 +5,7 @@ import zlib
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 FLOAT8 = tuple(name for name in dir(jnp) if name.startswith("float8_"))
@@ -16,6 +17,16 @@ DTYPES = ("bool", *INTEGERS, *FLOAT8, *INEXACT)
 def rng_for(*key) -> np.random.Generator:
     """A generator that gives a test the same numbers in every process."""
     return np.random.default_rng(zlib.crc32(repr(key).encode()))
+
+
+def one_in(step: int, values) -> list:
+    """Values of a parameter, of which one in `step` runs without --exhaustive.
+
+    A tuple is the values of several parameters.
+    """
+    several = (value if isinstance(value, tuple) else (value,) for value in values)
+    rest = [pytest.mark.exhaustive]
+    return [pytest.param(*v, marks=rest if i % step else []) for i, v in enumerate(several)]
 
 
 def any_bits(rng: np.random.Generator, shape, dtype) -> np.ndarray:

@@ -22,10 +22,8 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "devices"),
-    [("embedding", 4), pytest.param("autoencoder", 2, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "devices"), [("embedding", 4), ("autoencoder", 2)])
 def test_training_on_several_devices_is_that_on_one(name, devices, tmp_path):
     if len(jax.devices()) < devices:
         pytest.skip(f"needs {devices} devices (the CPU has 8 virtual ones)")
@@ -110,6 +108,7 @@ def test_what_differs_between_native_kernels_and_xla_is_noticed(native, xla, err
     assert (errors > 0) == bool(error) == bool(printed)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", ["full", "small"])
 @pytest.mark.parametrize("name", programs.MODELS)
 def test_models_have_larger_sizes(name, size, monkeypatch):
@@ -140,6 +139,7 @@ def test_collectives_of_a_program():
     ) == {"all-reduce": [128, 24, 24], "all-gather": [96, 4]}
 
 
+@pytest.mark.exhaustive  # .ci/run runs it, too
 def test_the_demo(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "BATCH", 512)
     monkeypatch.setattr(demo, "STEPS", 4)

@@ -26,7 +26,7 @@ import jax_oneflow_ops as jof
 from jax_oneflow_ops import _native
 from jax_oneflow_ops._codegen import cache, compilers, messages, signature
 from tests import kernels
-from tests.arrays import assert_same_bits, rng_for
+from tests.arrays import assert_same_bits, one_in, rng_for
 from tests.kernels import rotation, scaled_silu, softsign
 
 ROOT = Path(__file__).parents[1]
@@ -570,6 +570,7 @@ CASES = {
     ),
 }
 cases = pytest.mark.parametrize("case", CASES)
+one_case = pytest.mark.parametrize("case", one_in(len(CASES), CASES))
 
 
 def loss_of(f):
@@ -591,7 +592,7 @@ def test_both_directions_are_one_kernel_each(case):
 
 
 @pytest.mark.usefixtures("as_users")
-@cases
+@one_case
 def test_the_transpose_of_the_vjp_is_the_jvp(case):
     kernel, ref, inputs = CASES[case]
     args = inputs()
@@ -1011,7 +1012,7 @@ def test_no_reference(monkeypatch):
     assert "@jof_compiled" not in exported.mlir_module()
 
 
-@cases
+@one_case
 def test_check(case):
     """With 16-bit inputs, for which `check` also runs in float32."""
     kernel, _, inputs = CASES[case]
@@ -1924,7 +1925,7 @@ def nvrtc():
         pytest.skip("NVRTC is not installed (pip install cuda-bindings nvidia-cuda-nvrtc)")
 
 
-@cases
+@one_case
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
     ("dtype", "architecture"), [("bfloat16", "sm_90"), ("float32", "compute_80")]
