@@ -8,6 +8,7 @@
 #pragma once
 
 #include "common/macros.h"
+#include "cpu/lanes.h"
 #include "ops/segments.h"
 
 JOF_NAMESPACE_BEGIN
@@ -19,8 +20,7 @@ namespace internal {
 constexpr int64_t kRowsAhead = 16, kBytesAhead = 1024;
 
 JOF_INLINE void PrefetchRow(const void* row, int64_t bytes) {
-  const char* const at = static_cast<const char*>(row);
-  for (int64_t k = 0; k < bytes && k < kBytesAhead; k += 64) __builtin_prefetch(at + k);
+  Prefetch(row, bytes < kBytesAhead ? bytes : kBytesAhead);
 }
 
 // Prefetches the row of a table that an id names, if there is one.

