@@ -112,20 +112,27 @@ struct Float8Layout {
       (kIsDouble ? 1023 : 127) - ((1 << (6 - Float8::kMantissa)) - 1);
 };
 
+// The bits of floats from those of Float8, widened to 32 bits: one value, or a vector of them.
 // Normal values are rebiased. The bits of a subnormal become those of a float above the smallest
 // normal value, which is then subtracted.
-template <typename Float8>
-JOF_HOST_DEVICE JOF_INLINE float WidenFloat8(Float8 x) {
+template <typename Float8, typename Float, typename Bits>
+JOF_HOST_DEVICE JOF_INLINE Bits WidenFloat8(Bits bits) {
   using Layout = Float8Layout<Float8, float>;
   constexpr uint32_t kRebias = Layout::kRebias << 23, kSmallest = kRebias + (1u << 23);
   constexpr uint32_t kSpecial = Float8::kHasInfinity ? 0x7cu : 0x7fu;
-  const uint32_t magnitude = x.bits & 0x7fu, shifted = magnitude << Layout::kShift;
-  const uint32_t subnormal = FloatToBits(BitsToFloat(shifted + kSmallest) - BitsToFloat(kSmallest));
-  const uint32_t normal = shifted + kRebias;
-  const uint32_t finite = magnitude < (1u << Float8::kMantissa) ? subnormal : normal;
-  const uint32_t special = magnitude == 0x7cu ? 0x7f800000u : 0x7fc00000u;
-  const uint32_t wide = magnitude >= kSpecial ? special : finite;
-  return BitsToFloat((static_cast<uint32_t>(x.bits & 0x80u) << 24) | wide);
+  const Bits magnitude = bits & 0x7fu, shifted = magnitude << Layout::kShift;
+  const Float sum = BitCast<Float>(shifted + kSmallest);
+  const Bits subnormal = BitCast<Bits>(sum - BitsToFloat(kSmallest));
+  const Bits finite = magnitude < (1u << Float8::kMantissa) ? subnormal : shifted + kRebias;
+  const Bits infinity = Bits{} + 0x7f800000u, nan = Bits{} + 0x7fc00000u;
+  const Bits special = magnitude == 0x7cu ? infinity : nan;
+  const Bits wide = magnitude >= kSpecial ? special : finite;
+  return ((bits & 0x80u) << 24) | wide;
+}
+
+template <typename Float8>
+JOF_HOST_DEVICE JOF_INLINE float WidenFloat8(Float8 x) {
+  return BitsToFloat(WidenFloat8<Float8, float>(uint32_t{x.bits}));
 }
 
 // Subnormal results: adding a power of two whose last place has the value of the last place of a

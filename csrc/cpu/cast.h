@@ -45,10 +45,17 @@ void CastElements(const void* in, void* out, int64_t n) {
   const From* __restrict x = static_cast<const From*>(in);
   To* __restrict y = static_cast<To*>(out);
   int64_t i = 0;
+  // The vectoriser cannot turn the processor's scalar conversions of f16 into its vector ones, and
+  // it would widen f8 with comparisons of bytes: f8 to f32 takes half the time on an AMD EPYC.
 #if defined(__F16C__)
-  // The vectoriser cannot turn the processor's scalar conversions of f16 into its vector ones.
-  if constexpr ((kIsSame<From, Half> && kIsSame<To, float>) ||
-                (kIsSame<From, float> && kIsSame<To, Half>)) {
+  constexpr bool kHasHalf = true;
+#else
+  constexpr bool kHasHalf = false;
+#endif
+  constexpr bool kFromFloat8 = kIsSame<From, Float8E4M3FN> || kIsSame<From, Float8E5M2>;
+  constexpr bool kFromHalf = kHasHalf && kIsSame<From, Half>;
+  constexpr bool kToHalf = kHasHalf && kIsSame<From, float> && kIsSame<To, Half>;
+  if constexpr (kToHalf || ((kFromHalf || kFromFloat8) && kIsSame<To, float>)) {
     constexpr int kFloats = kVectorBytes / sizeof(float);
     for (; i + kFloats <= n; i += kFloats) {
       Lanes<float, kFloats> lanes;
@@ -56,7 +63,6 @@ void CastElements(const void* in, void* out, int64_t n) {
       Store(lanes, y + i);
     }
   }
-#endif
   const Functor functor;
   for (; i < n; ++i) y[i] = functor(x[i]);
 }

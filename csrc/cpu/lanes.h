@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "common/float8.h"
 #include "common/macros.h"
 #include "common/types.h"
 
@@ -48,19 +49,34 @@ JOF_INLINE void Store(const Lanes<A, N>& in, A* out) {
   memcpy(out, &in.values, sizeof(in.values));
 }
 
-// 16-bit types: the conversions of common/types.h for N values at once.
+// 8-bit and 16-bit types: the conversions of common/float8.h and common/types.h for N values at
+// once.
 
 template <int N, typename T>
 JOF_INLINE typename Vector<uint32_t, N>::type LoadBits(const T* in) {
-  typename Vector<uint16_t, N>::type bits;
+  typename Vector<decltype(T::bits), N>::type bits;
   memcpy(&bits, in, sizeof(bits));
-  return __builtin_convertvector(bits, typename Vector<uint32_t, N>::type);
+  // GCC 12 would widen 8 bits to 32 one by one.
+  const auto halves = __builtin_convertvector(bits, typename Vector<uint16_t, N>::type);
+  return __builtin_convertvector(halves, typename Vector<uint32_t, N>::type);
 }
 
 template <int N, typename T>
 JOF_INLINE void StoreBits(typename Vector<uint32_t, N>::type in, T* out) {
   const auto bits = __builtin_convertvector(in, typename Vector<uint16_t, N>::type);
   memcpy(out, &bits, sizeof(bits));
+}
+
+template <int N>
+JOF_INLINE void Load(const Float8E4M3FN* in, Lanes<float, N>* out) {
+  using Float = typename Vector<float, N>::type;
+  out->values = BitCast<Float>(WidenFloat8<Float8E4M3FN, Float>(LoadBits<N>(in)));
+}
+
+template <int N>
+JOF_INLINE void Load(const Float8E5M2* in, Lanes<float, N>* out) {
+  using Float = typename Vector<float, N>::type;
+  out->values = BitCast<Float>(WidenFloat8<Float8E5M2, Float>(LoadBits<N>(in)));
 }
 
 template <int N>
