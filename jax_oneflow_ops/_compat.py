@@ -493,7 +493,8 @@ def has_known_sizes(ctx: Any) -> bool:
 @functools.cache
 def jit_primitive() -> core.Primitive:
     """The primitive that calls functions of `jax.jit`."""
-    return cast(core.Primitive, jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].primitive)
+    called: core.Primitive = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].primitive
+    return called
 
 
 def replace_lowerings(
