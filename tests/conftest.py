@@ -101,7 +101,7 @@ if "JOF_TEST_CXX" not in os.environ:  # workers inherit it
 
 settings.register_profile(
     "quick",
-    max_examples=6,
+    max_examples=8,
     deadline=None,  # the first example of a shape compiles, later ones do not
     database=None,
     derandomize="CI" in os.environ,

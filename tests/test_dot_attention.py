@@ -472,6 +472,7 @@ MASK_OF_ALL = np.arange(200).reshape(2, 10, 10) % 7 < 5
 
 
 @settings(
+    max_examples=2 * settings().max_examples,
     phases=[Phase.explicit, Phase.generate],  # what fails is short enough
 )
 @given(st.data())

@@ -532,7 +532,7 @@ def refusals(calls, config):
 
     On CPUs, many calls are branches of one program, because compiling a program for each takes
     long. Only calls whose attributes have the right types are combined: within one program, jax
-    lowers 1 and 1.0 alike. Without --exhaustive, only every sixth of the combined calls that differ
+    lowers 1 and 1.0 alike. Without --exhaustive, only every third of the combined calls that differ
     after "-of-" alone runs, such as "operand-0-of-bool" and "operand-0-of-int32".
     """
 
@@ -553,7 +553,7 @@ def refusals(calls, config):
     def runs(name, target, *_):
         kind = target, name.partition("-of-")[0]
         kinds[kind] += 1
-        return config.option.exhaustive or kinds[kind] % 6 == 1
+        return config.option.exhaustive or kinds[kind] % 3 == 1
 
     for size, calls in ((32, [call for call in together if runs(*call)]), (1, alone)):
         for begin in range(0, len(calls), size):

@@ -615,6 +615,8 @@ def cells(cases: Iterable[Case] = CASES) -> Iterator[tuple[Case, Column]]:
                 yield case, column
 
 
+# The columns that variants and twins run without --exhaustive; the second needs all derivatives.
+VARIANTS = ("jit", "hvp_forward_over_reverse")
 # Without --exhaustive, only FEW run these columns: they exercise JAX's own machinery around rules
 # that other columns test.
 MACHINERY = ("jit_in_jit", "jit_of_value_and_grad", "x64", "transpose_of_transpose", "vmap_of_vmap")
@@ -623,7 +625,7 @@ MACHINERY += ("hvp_reverse_over_reverse", "third_derivative", "vmap_of_hvp")
 
 def is_exhaustive(case: Case, column: Column) -> bool:
     is_like_another = case.variant or case.name in TWINS
-    return (is_like_another and column.name != "jit") or (
+    return (is_like_another and column.name not in VARIANTS) or (
         case not in FEW and column.name in MACHINERY
     )
 
