@@ -44,26 +44,31 @@ __device__ __forceinline__ unsigned ClusterId() {
 // barriers in shared memory have their own fence.
 __device__ __forceinline__ void ArriveAtCluster() {
 #if __CUDA_ARCH__ >= 900
+  __syncwarp();  // for .aligned
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void WaitForCluster() {
 #if __CUDA_ARCH__ >= 900
-  __syncwarp();  // for .aligned
+  __syncwarp();
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void SyncCluster() {
-  ArriveAtCluster();
-  WaitForCluster();
-}
 
-// A barrier in shared memory that completes when the expected number of bytes has been stored by
+// Barriers in shared memory. Each completes when the expected number of bytes has been stored by
 // StoreAsync. Unlike a cluster barrier, it does not wait for the threads' outstanding accesses to
 // global memory.
-__device__ __forceinline__ void InitBarrier(uint64_t* barrier) {
+//
+// One thread makes both. If two threads made one each, nvcc would predicate that, and
+// compute-sanitizer would report races on an address that the other threads do not use.
+__device__ __forceinline__ void InitBarriers(uint64_t (&barriers)[2]) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
+  if (threadIdx.x != 0) return;
+  JOF_UNROLL
+  for (uint64_t& barrier : barriers) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(&barrier))
+                 : "memory");
+  }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }

@@ -706,8 +706,6 @@ cudaError_t Launch(const typename Body::Call& call, const GroupNormProblem& p, b
   return launch(MapKernel<Body, kMapBlocks>, map);
 }
 
-RowVector VectorOf(const void* data, DType type) { return {data, type == DType::kF32}; }
-
 // The largest power of two, up to a pack, to which all pointers are aligned.
 int64_t AlignmentOf(std::initializer_list<const void*> pointers) {
   int64_t bytes = kPackBytes;
@@ -746,8 +744,8 @@ cudaError_t LaunchGroupNorm(const GroupNormCall& call, cudaStream_t stream) {
     GroupNormForward<T> forward;
     forward.in[0] = static_cast<const T*>(call.x);
     forward.out = static_cast<T*>(call.y);
-    forward.scale = VectorOf(call.scale, call.scale_type);
-    forward.bias = VectorOf(call.bias, call.bias_type);
+    forward.scale = {call.scale, call.scale_type};
+    forward.bias = {call.bias, call.bias_type};
     forward.stats = static_cast<GroupStats<C>*>(call.stats);
     forward.scratch = static_cast<typename GroupMoments<C>::State*>(call.scratch);
     forward.marks = call.marks;
@@ -790,8 +788,8 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
     backward.in[0] = static_cast<const T*>(call.x);
     backward.in[1] = static_cast<const T*>(call.dy);
     backward.out = static_cast<T*>(call.dx);
-    backward.scale = VectorOf(call.scale, call.scale_type);
-    backward.bias = VectorOf(call.bias, call.bias_type);
+    backward.scale = {call.scale, call.scale_type};
+    backward.bias = {call.bias, call.bias_type};
     backward.stats = static_cast<const GroupStats<C>*>(call.stats);
     backward.terms = static_cast<C*>(call.terms);
     auto* const columns = static_cast<C*>(call.columns);

@@ -57,6 +57,9 @@ JOF_NAMESPACE_BEGIN
 struct RowVector {
   const void* data;
   bool is_f32;
+
+  RowVector() = default;
+  RowVector(const void* data, DType type) : data(data), is_f32(type == DType::kF32) {}
 };
 
 // An example of a program; C is Compute<T>:
@@ -414,8 +417,9 @@ class RowsKernelBody {
 
   __device__ __forceinline__ void Run() {
     if (Cluster() > 1) {
-      if (threadIdx.x < 2) internal::InitBarrier(&shared_->barriers[threadIdx.x]);
-      internal::SyncCluster();
+      internal::InitBarriers(shared_->barriers);
+      internal::ArriveAtCluster();
+      internal::WaitForCluster();
     }
     ahead_.begin = team_ * Width();
     for (int s = 0; s < plan_.stages; ++s) Fetch(s);

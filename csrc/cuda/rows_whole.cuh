@@ -351,7 +351,8 @@ class WholeRowsBody {
   // their loads.
   static constexpr bool kEdgesFirst = Program::kPack <= 4;
   static constexpr bool kIsWide = V == Program::kPack;  // packs are of 16 bytes
-  static constexpr int kWays = V < 4 ? V : kRows > 1 || !kIsWide ? 2 : 4;
+  // How many sums a thread has. With one only, each addition would wait for the one before.
+  static constexpr int kWays = V == 1 ? 4 : V < 4 ? V : kRows > 1 || !kIsWide ? 2 : 4;
   // Whether row vectors are loaded once for all rows of a thread. They are usually f32, and need no
   // other checks then.
   static constexpr bool kShares =
@@ -374,8 +375,10 @@ class WholeRowsBody {
     if constexpr (kIsCluster) {
       lane_ += static_cast<int>(internal::ClusterRank()) * Lanes();
       step_ *= Blocks();
-      if (threadIdx.x < 2) internal::InitBarrier(&Exchange()->barriers[threadIdx.x]);
-      internal::ArriveAtCluster();
+      if constexpr (kReductions > 0) {
+        internal::InitBarriers(Exchange()->barriers);
+        internal::ArriveAtCluster();
+      }
     }
     if constexpr (kShares) {
       are_plain_ = true;
@@ -400,14 +403,17 @@ class WholeRowsBody {
       for (int i = 0; i < kRows; ++i) Fetch(row + i * teams_here, i);
       if constexpr (kKeeps) {
         JOF_UNROLL
-        for (int k = 0; k < kHeld; ++k) LoadVectors(k, vectors_[k]);
+        for (int k = 0; k < kHeld; ++k) {
+          if (NobodyHas(k)) break;
+          LoadVectors(k, vectors_[k]);
+        }
       }
       JOF_UNROLL
       for (int i = 0; i < kRows; ++i) facts[i] = BeginRow(row + i * teams_here);
       Unpack();
       JOF_UNROLL
       for (int i = 0; i < kRows; ++i) Start(&facts[i]);
-      if constexpr (kIsCluster) internal::WaitForCluster();
+      if constexpr (kIsCluster && kReductions > 0) internal::WaitForCluster();
       Reduce<0>(facts);
       Finish(row, teams_here, facts);
     } else {
@@ -684,6 +690,7 @@ class WholeRowsBody {
     if constexpr (kShares) {
       JOF_UNROLL
       for (int k = 0; k < kHeld; ++k) {
+        if (NobodyHas(k)) break;
         C v[V][kVectors + 1];
         if constexpr (!kKeeps) LoadVectors(k, v);
         JOF_UNROLL
@@ -810,7 +817,7 @@ class WholeRowsBody {
         JOF_UNROLL
         for (int j = 0; j < V; ++j) {
           program_.template Accumulate<r>(facts, x_[i][k][j], kKeeps ? vectors_[k][j] : v[j],
-                                          values[j % kWays]);
+                                          values[(k * V + j) % kWays]);
         }
       }
     }

@@ -169,7 +169,7 @@ class WideRowsBody {
 
   __device__ __forceinline__ void Run() {
     if (plan_.cluster > 1) {
-      if (threadIdx.x < 2) internal::InitBarrier(&shared_->barriers[threadIdx.x]);
+      internal::InitBarriers(shared_->barriers);
       internal::ArriveAtCluster();
     }
     const int64_t team = blockIdx.x / plan_.cluster;

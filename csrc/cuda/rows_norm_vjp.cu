@@ -1,0 +1,306 @@
+// The gradients of layer norm and root-mean-square norm; see rows.cuh. Bytes: each input array of
+// elements is read once, or twice for sums over rows of few elements; each output array is written
+// once.
+//
+// The gradients of scale and bias are sums over rows. Each team adds up its rows while it has them
+// on chip. The sums of the teams of a block are added and written to a part of the scratch, and a
+// second kernel adds the parts. If there are few elements, ColumnSumsKernel reads x and dy instead.
+// All of this is in a fixed order.
+#include "cuda/rows.h"
+#include "cuda/rows_launch.cuh"
+
+JOF_NAMESPACE_BEGIN
+namespace {
+
+// kSums: 0, 1 (of scale) or 2 (of scale and bias).
+template <typename T, bool kCenter, bool kDsum, int kSums>
+struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
+  using C = Compute<T>;
+  using Vjp = NormVjp<T, kCenter>;
+  static constexpr int kInputs = kDsum ? 3 : 2, kOutputs = 1;
+  // Elements per array. Sums take as many registers.
+  static constexpr int kElements = 64 / static_cast<int>(sizeof(C));
+  static constexpr int kVectors = 1, kColumnSums = kSums, kReductions = 1, kValues = 2;
+  static constexpr int kThreads = kSums == 0 ? 512 : 256;
+  static constexpr int kBlocks = kSums == 0 || kDsum ? 1 : 2;
+  JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 2; }
+  JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return true; }
+  struct Row {
+    NormStats<T, kCenter> stats;
+    Sums<C> mean;
+  };
+  const T* in[kInputs];  // x, dy, dsum
+  T* out[1];
+  RowVector vectors[1];  // scale
+  const NormStats<T, kCenter>* stats;
+  C* partial_sums;
+  int wanted_sums;
+  bool wants[2];
+
+  __device__ __forceinline__ static C Missing(int) { return C(1); }
+  __device__ __forceinline__ bool WantsSum(int s) const { return wants[s]; }
+  __device__ __forceinline__ Row Begin(int64_t row) const { return {stats[row], {}}; }
+  template <int r>
+  __device__ __forceinline__ C Identity() const {
+    return C(0);
+  }
+  template <int r>
+  __device__ __forceinline__ C Combine(C a, C b) const {
+    return a + b;
+  }
+  template <int r>
+  __device__ __forceinline__ C Neutral(const Row& row, int input) const {
+    return input == 0 ? row.stats.centre : C(0);
+  }
+  __device__ __forceinline__ void Replace(const Row& row, C (&x)[kInputs]) const {
+    x[0] = row.stats.Normalized(x[0]);
+  }
+  template <int r>
+  __device__ __forceinline__ void Accumulate(const Row& row, C (&x)[kInputs], const C* v,
+                                             C (&values)[2]) const {
+    Replace(row, x);
+    const Sums<C> term = Vjp::Term(x[0], x[1] * v[0]);
+    if (kCenter) values[0] += term.first;
+    values[1] += term.second;
+  }
+  template <int r>
+  __device__ __forceinline__ void Finish(const C (&values)[2], C n, Row* row) const {
+    row->mean = {Quotient<T>(values[0], n), Quotient<T>(values[1], n)};
+  }
+  __device__ __forceinline__ void Map(const Row& row, int, const C (&x)[kInputs], const C* v,
+                                      C (&y)[1], C* sums) const {
+    y[0] = Vjp::Map(x[0], x[1] * v[0], row.mean, row.stats.rstd);
+    if constexpr (kDsum) y[0] += x[2];
+    if constexpr (kSums > 0) sums[0] = x[1] * x[0];
+    if constexpr (kSums > 1) sums[1] = x[1];
+  }
+};
+
+// ColumnSumsKernel: the most threads that have the same row, the most threads of a block, and rows
+// that a thread loads at a time.
+inline constexpr int kColumnLanes = 16, kColumnThreads = 256, kColumnBatch = 4;
+
+// Sums over rows. Block (x, y) has `lanes` packs of V columns and `each` rows. The threads that
+// have the same row are a team, and teams take rows round-robin. Its part y is stored at dscale + y
+// * vectors() * n, and likewise at dbias; if there are several parts, these point to the scratch.
+template <typename T, bool kCenter, int V>
+__global__ void __launch_bounds__(kColumnThreads, 1)
+    ColumnSumsKernel(const NormVjpCall call, int64_t each, int lanes) {
+  using C = Compute<T>;
+  __shared__ alignas(kPackBytes) C shared[2][kColumnThreads * V];
+  const int64_t first = blockIdx.y * each;
+  const int last = static_cast<int>(min(each, call.problem.rows() - first)) - 1;
+  const int shift = __ffs(lanes) - 1, teams = static_cast<int>(blockDim.x) >> shift;
+  const int n = static_cast<int>(call.problem.n), step = lanes * V;
+  const int begin = static_cast<int>(blockIdx.x) * step;
+  const int column = begin + (static_cast<int>(threadIdx.x) & (lanes - 1)) * V;
+  const T* const x = static_cast<const T*>(call.x) + first * n + column;
+  const T* const dy = static_cast<const T*>(call.dy) + first * n + column;
+  const auto* stats = static_cast<const NormStats<T, kCenter>*>(call.stats) + first;
+  C sums[2][V] = {};
+  int row = column < n ? static_cast<int>(threadIdx.x) >> shift : last + 1;
+  for (; row <= last; row += kColumnBatch * teams) {
+    // Rows beyond the last one are loaded as the last one: a branch for each would take longer.
+    Pack<T, V> x_packs[kColumnBatch], dy_packs[kColumnBatch];
+    NormStats<T, kCenter> of_rows[kColumnBatch];
+    JOF_UNROLL
+    for (int i = 0; i < kColumnBatch; ++i) {
+      const int here = min(row + i * teams, last);
+      x_packs[i] = LoadPack<V>(x + int64_t{here} * n);
+      dy_packs[i] = LoadPack<V>(dy + int64_t{here} * n);
+      of_rows[i] = stats[here];
+    }
+    JOF_UNROLL
+    for (int i = 0; i < kColumnBatch; ++i) {
+      const bool exists = row + i * teams <= last;
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        const C d = exists ? Accumulator<T>::Load(dy_packs[i].elem[j]) : C(0);
+        const C normalized = of_rows[i].Normalized(Accumulator<T>::Load(x_packs[i].elem[j]));
+        sums[0][j] += d * (exists ? normalized : C(0));
+        sums[1][j] += d;
+      }
+    }
+  }
+  JOF_UNROLL
+  for (int s = 0; s < 2; ++s) {
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) shared[s][threadIdx.x * V + j] = sums[s][j];
+  }
+  __syncthreads();
+  JOF_UNROLL
+  for (int s = 0; s < 2; ++s) {
+    C* const target = static_cast<C*>(s == 0 ? call.dscale : call.dbias);
+    if (target == nullptr) continue;
+    internal::AddTeams(shared[s], teams, step, min(step, n - begin),
+                       target + blockIdx.y * call.vectors() * n + begin);
+  }
+}
+
+inline constexpr int kPartRows = 8;  // warps of a block that add parts
+
+// Adds the parts. A block has 32 columns, and its warps take parts round-robin.
+template <typename C>
+__global__ void __launch_bounds__(32 * kPartRows)
+    AddPartsKernel(const C* __restrict__ parts, int64_t count, int64_t columns, int64_t n, C* first,
+                   C* second) {
+  __shared__ C sums[kPartRows][32];
+  const int64_t column = int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  C sum = 0;
+  if (column < columns) {
+#pragma unroll 8
+    for (int64_t part = warp; part < count; part += kPartRows)
+      sum += parts[part * columns + column];
+  }
+  sums[warp][threadIdx.x % 32] = sum;
+  __syncthreads();
+  if (warp != 0 || column >= columns) return;
+  for (int w = 1; w < kPartRows; ++w) sum += sums[w][threadIdx.x];
+  (column < n ? first : second)[column < n ? column : column - n] = sum;
+}
+
+template <typename C>
+cudaError_t AddParts(const NormVjpCall& call, int64_t count, cudaStream_t stream) {
+  const int64_t n = call.problem.n, columns = call.vectors() * n;
+  auto* dscale = static_cast<C*>(call.dscale);
+  auto* dbias = static_cast<C*>(call.dbias);
+  return LaunchBlocks<32 * kPartRows>(AddPartsKernel<C>, (columns + 31) / 32, 0, stream,
+                                      static_cast<const C*>(call.scratch), count, columns, n,
+                                      dscale != nullptr ? dscale : dbias, dbias);
+}
+
+template <typename T, bool kCenter, bool kDsum, int kSums>
+NormBackward<T, kCenter, kDsum, kSums> MakeBackward(const NormVjpCall& call) {
+  NormBackward<T, kCenter, kDsum, kSums> program;
+  program.in[0] = static_cast<const T*>(call.x);
+  program.in[1] = static_cast<const T*>(call.dy);
+  if constexpr (kDsum) program.in[2] = static_cast<const T*>(call.dsum);
+  program.out[0] = static_cast<T*>(call.dx);
+  program.vectors[0] = {call.scale, call.scale_type};
+  program.stats = static_cast<const NormStats<T, kCenter>*>(call.stats);
+  program.partial_sums = static_cast<Compute<T>*>(call.scratch);
+  program.wanted_sums = call.vectors();
+  program.wants[0] = call.dscale != nullptr;
+  program.wants[1] = call.dbias != nullptr;
+  return program;
+}
+
+// Launches a kernel for sums over rows.
+template <typename T, bool kCenter, int V>
+cudaError_t LaunchColumnSums(const NormVjpCall& call, const RowsDevice& device,
+                             cudaStream_t stream) {
+  const int64_t n = call.problem.n, rows = call.problem.rows();
+  int lanes = kColumnLanes, threads = kColumnThreads;
+  while (lanes > 1 && lanes / 2 * V >= n) lanes /= 2;
+  while (threads > 32 && threads / lanes * kColumnBatch > rows) threads /= 2;
+  const int64_t blocks = (n + lanes * V - 1) / (lanes * V);
+  // A part has about four batches for each thread. More parts would take longer to add than they
+  // save.
+  const int64_t least_rows = 4 * (threads / lanes * kColumnBatch);
+  int64_t parts = (rows + least_rows - 1) / least_rows;
+  parts = std::min({parts, call.parts, std::max<int64_t>(8 * device.multiprocessors / blocks, 1)});
+  const int64_t each = (rows + parts - 1) / parts;
+  parts = (rows + each - 1) / each;
+  NormVjpCall parted = call;
+  if (parts > 1) {
+    auto* const scratch = static_cast<Compute<T>*>(call.scratch);
+    if (call.dscale != nullptr) parted.dscale = scratch;
+    if (call.dbias != nullptr) parted.dbias = scratch + (call.vectors() - 1) * n;
+  }
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(parts));
+  ColumnSumsKernel<T, kCenter, V><<<grid, threads, 0, stream>>>(parted, each, lanes);
+  return parts > 1 ? AddParts<Compute<T>>(call, parts, stream) : cudaGetLastError();
+}
+
+// Launches a kernel for dx and another one for sums over rows.
+template <typename T, bool kCenter, bool kDsum>
+cudaError_t LaunchSeparately(const NormVjpCall& call, const RowsDevice& device,
+                             cudaStream_t stream) {
+  const cudaError_t status =
+      LaunchContiguousRows(MakeBackward<T, kCenter, kDsum, 0>(call), call.problem, stream);
+  if (status != cudaSuccess || call.vectors() == 0) return status;
+  constexpr int V = kPackSize<T>;
+  const RowsProblem& p = call.problem;
+  // Threads with one column each spread few elements over more multiprocessors.
+  const bool are_packed = p.n % V == 0 && p.rows() * p.n >= 1 << 17 &&
+                          IsAligned(call.x, kPackBytes) && IsAligned(call.dy, kPackBytes);
+  return are_packed ? LaunchColumnSums<T, kCenter, V>(call, device, stream)
+                    : LaunchColumnSums<T, kCenter, 1>(call, device, stream);
+}
+
+template <typename T, bool kCenter, bool kDsum>
+cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
+  using C = Compute<T>;
+  constexpr int kSums = kCenter ? 2 : 1;
+  RowsDevice device{};
+  cudaError_t status = GetRowsDevice(&device);
+  if (status != cudaSuccess) return status;
+  if (call.vectors() > 0 && (kCenter || call.dbias == nullptr)) {
+    const auto program = MakeBackward<T, kCenter, kDsum, kSums>(call);
+    int64_t blocks = call.parts;
+    // To read few elements again takes less time than to add many short parts, unless
+    // WholeRowsKernel or WideRowsKernel handles them, or TileRowsKernel those of short rows: value
+    // and gradient of the rms norm of bf16 1294 x 21 take 7.4 us on an H200, 13.9 otherwise; of f32
+    // 1000 x 512 10.2 and 12.2, but of f32 300000 x 5 26 and 18.
+    const bool are_few = call.problem.rows() * call.problem.n <= 1 << 21;
+    // Separate kernels are also faster if there are at most as many rows as multiprocessors: layer
+    // norm of bf16 128 x 4096 with its gradient takes 9.3 us on an H200, 12.2 with one kernel for
+    // dx and the sums, rms norm of bf16 24 x 32768 9.4 and 14.2, of f32 4 x 16384 6.2 and 8.3.
+    const bool are_fewest = call.problem.rows() <= device.multiprocessors &&
+                            call.problem.rows() * call.problem.n <= 1 << 20;
+    if (!kIsDouble<T> && are_fewest && call.problem.n >= 8) {
+      return LaunchSeparately<T, kCenter, kDsum>(call, device, stream);
+    }
+    if constexpr (!kIsDouble<T>) {
+      if (FitsTiles(program, call.problem, device) && (!are_few || call.problem.n <= 8)) {
+        status = LaunchTileRows(program, call.problem, device, &blocks, stream);
+        return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
+      }
+    }
+    if constexpr (kIsNarrow<T>) {
+      if (TryWholeRows(program, call.problem, device, &blocks, stream, &status)) {
+        return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
+      }
+    }
+    if constexpr (!kIsDouble<T>) {
+      WideRowsPlan plan{};
+      WideRowsTraits traits{};
+      if (PlanWideRows(program, call.problem, device, &plan, &traits) &&
+          blocks >= ClassesOf(plan)) {
+        // Each class of rows, one for each offset within a pack, would have too few rows.
+        constexpr int64_t kLeastRows = 16;
+        if (plan.period > 1 && call.problem.rows() < kLeastRows * plan.period) {
+          return LaunchSeparately<T, kCenter, kDsum>(call, device, stream);
+        }
+        status = LaunchWideRows(program, traits, plan, device, stream, &blocks);
+        return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
+      }
+    }
+    if (are_few) return LaunchSeparately<T, kCenter, kDsum>(call, device, stream);
+    RowsGrid grid{};
+    status = PlanGrid(program, call.problem, device, &grid, call.parts);
+    if (status != cudaSuccess) return status;
+    if (grid.plan.team.chunks == 1 && grid.units <= call.parts) {
+      status = LaunchGrid(program, grid, stream);
+      return status == cudaSuccess ? AddParts<C>(call, grid.units, stream) : status;
+    }
+  }
+  return LaunchSeparately<T, kCenter, kDsum>(call, device, stream);
+}
+
+}  // namespace
+
+cudaError_t LaunchNormVjp(const NormVjpCall& call, cudaStream_t stream) {
+  return Dispatch<Floats>(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto with_center = [&](auto center) {
+      constexpr bool kCenter = decltype(center)::value;
+      return call.dsum != nullptr ? LaunchBackward<T, kCenter, true>(call, stream)
+                                  : LaunchBackward<T, kCenter, false>(call, stream);
+    };
+    return call.center ? with_center(std::true_type()) : with_center(std::false_type());
+  });
+}
+
+JOF_NAMESPACE_END
