@@ -12,8 +12,8 @@
 namespace {
 
 // In the order of jof::PermuteStrategy.
-constexpr const char* kStrategyNames[] = {"copy",         "gather", "rows", "interleave",
-                                          "deinterleave", "tile",   "runs"};
+constexpr const char* kStrategyNames[] = {"copy",         "gather", "rows",       "interleave",
+                                          "deinterleave", "tile",   "small tile", "runs"};
 
 pybind11::dict DescribePermute(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes,
                                int itemsize, int64_t alignment) {

@@ -199,9 +199,9 @@ def permute_plan(
     Returns:
       A dict: ``strategy``; ``unit_bytes``, the movement size; ``index_bytes``; ``shape``, the
       merged dimensions in the order of the output; ``axes``, the place of each of them in the order
-      of the input; for the strategies "tile" and "runs", ``in_run`` and ``out_run``, the number of
-      dimensions along which a tile is contiguous in the input and in the output; and, for "runs",
-      ``tile``, the extent of a tile along each dimension.
+      of the input; for the strategies "tile", "small tile" and "runs", ``in_run`` and ``out_run``,
+      the number of dimensions along which a tile is contiguous in the input and in the output; and,
+      for "runs", ``tile``, the extent of a tile along each dimension.
     """
     plan: dict[str, Any] = _loaded["cpu"].permute_plan(list(shape), list(axes), itemsize, alignment)
     return plan

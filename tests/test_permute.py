@@ -115,6 +115,9 @@ LARGE = [
     ((595, 13, 3, 64, 3), (4, 3, 0, 1, 2), "bfloat16"),
     ((5, 99, 8, 4, 11, 13), (0, 5, 4, 3, 2, 1), "uint8"),
     ((45, 4, 30, 25, 21), (1, 3, 0, 4, 2), "complex64"),
+    ((1001, 777), (1, 0), "uint8"),
+    ((7, 13, 120, 31), (3, 1, 2, 0), "float32"),
+    ((300, 2, 7, 61), (2, 3, 1, 0), "float16"),
 ]
 
 
@@ -124,7 +127,8 @@ def test_large_arrays_of_every_strategy():
     assert_permuted([(any_bits(rng, shape, dtype), axes) for shape, axes, dtype in LARGE])
     plans = [plan_of(shape, axes, jnp.dtype(dtype).itemsize) for shape, axes, dtype in LARGE]
     strategies = {plan["strategy"] for plan in plans}
-    assert strategies == {"gather", "rows", "interleave", "deinterleave", "tile", "runs"}
+    tiles = {"tile", "small tile", "runs"}
+    assert strategies == {"gather", "rows", "interleave", "deinterleave"} | tiles
     runs = {(p["in_run"] > 1, p["out_run"] > 1) for p in plans if p["strategy"] == "tile"}
     assert len(runs) == 4  # with several dimensions on either side, on both, on neither
 
@@ -424,6 +428,7 @@ def test_tiles_are_contiguous_on_both_sides(problem, itemsize, alignment):
         ((4, 3, 32768, 30), (1, 0, 3, 2), 4, {"strategy": "runs", "unit_bytes": 4}),
         ((9, 5, 129, 127), (2, 0, 3, 1), 2, {"strategy": "gather", "unit_bytes": 2}),
         ((39, 64), (1, 0), 4, {"strategy": "gather", "unit_bytes": 4}),
+        ((357, 373), (1, 0), 4, {"strategy": "small tile", "unit_bytes": 4}),
         (
             (1795, 13, 3, 64, 3),
             (4, 3, 0, 1, 2),

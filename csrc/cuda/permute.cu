@@ -413,6 +413,8 @@ cudaError_t LaunchPermute(const PermutePlan& plan, const void* x, void* y, cudaS
       return LaunchGather(plan, x, y, stream);
     case PermuteStrategy::kTile:
       return LaunchPermuteTile(plan, x, y, stream);
+    case PermuteStrategy::kSmallTile:
+      return LaunchPermuteSmallTile(plan, x, y, stream);
     case PermuteStrategy::kRuns:
       return LaunchPermuteRuns(plan, x, y, stream);
     default:

@@ -11,8 +11,10 @@ JOF_NAMESPACE_BEGIN
 // y.
 cudaError_t LaunchPermute(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream);
 
-// The strategies kTile and kRuns, whose tiles go through shared memory.
+// The strategies kTile, kSmallTile and kRuns, whose tiles go through shared memory.
 cudaError_t LaunchPermuteTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream);
+cudaError_t LaunchPermuteSmallTile(const PermutePlan& plan, const void* x, void* y,
+                                   cudaStream_t stream);
 cudaError_t LaunchPermuteRuns(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream);
 
 JOF_NAMESPACE_END

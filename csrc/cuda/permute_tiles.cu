@@ -8,6 +8,7 @@
 //     global access is an aligned 16-byte access, even if rows are not whole packs. Elements of 1
 //     and 2 bytes are read from shared memory in 4-byte words, and 4x4 or 2x2 blocks are transposed
 //     in registers.
+//   SmallTileKernel: the same for small arrays, with small tiles, whose units move one by one.
 //   RunsKernel: a tile over any dimensions, for short ones. Rows are loaded as the aligned packs
 //     that they touch, and a thread gathers the elements of one aligned pack of the output. Each
 //     dimension of the tile has one stride in shared memory, even if rows are unaligned: the pitch
@@ -320,6 +321,65 @@ __global__ void __launch_bounds__(kBlockSize, kShiftIn || kOut != OutRows::kPack
   }
 }
 
+// Offsets in the input and in the output, in units.
+struct UnitPlace {
+  uint32_t in = 0, out = 0;
+
+  __device__ __forceinline__ void Add(uint32_t i, const UnitPlace& step) {
+    in += i * step.in;
+    out += i * step.out;
+  }
+};
+
+// Runs of at most kRun dimensions, whose units are the rows of a tile as in TileGeometry.
+template <int kRun>
+struct SmallTileGeometry {
+  Walk<uint32_t, kMostTiled - 2, UnitPlace> others;  // the dimensions that are in no run
+  Walk<uint32_t, kRun> in_rows, out_rows;
+  uint32_t in_units, out_units;    // lengths of the runs
+  uint32_t in_extent, out_extent;  // how much of them a tile covers
+  int in_shift;                    // a tile has room for 1 << in_shift units of the input's run
+};
+
+// For small arrays, which take as long as one tile does. Block (x, y, z) has part x of the output's
+// run and part y of the input's run. In shared memory, units have at least a word, and rows are one
+// unit longer, so that columns are in different banks.
+template <int kBytes, int kRun>
+__global__ void __launch_bounds__(kBlockSize)
+    SmallTileKernel(const SmallTileGeometry<kRun> g, const Word<kBytes>* __restrict__ x,
+                    Word<kBytes>* __restrict__ y) {
+  constexpr int kEach = kSmallTileUnits / kBlockSize;
+  __shared__ Column<kBytes> tile[kSmallTileUnits + kSmallTileUnits / kLeastSmallRun];
+  const UnitPlace origin = g.others.At(blockIdx.z);
+  const uint32_t in_first = blockIdx.y * g.in_extent, out_first = blockIdx.x * g.out_extent;
+  const uint32_t in_end = min(g.in_extent, g.in_units - in_first);
+  const uint32_t out_end = min(g.out_extent, g.out_units - out_first);
+  const int out_shift = kSmallTileShift - g.in_shift, pitch = (1 << g.in_shift) + 1;
+  // Calls visit(n, row, column) for this thread's units; a row has room for 1 << shift.
+  const auto for_each = [&](int shift, const auto& visit) {
+    JOF_UNROLL
+    for (int n = 0; n < kEach; ++n) {
+      const unsigned item = n * kBlockSize + threadIdx.x;
+      visit(n, item >> shift, item & ((1u << shift) - 1));
+    }
+  };
+  Word<kBytes> units[kEach];
+  for_each(g.in_shift, [&](int n, uint32_t row, uint32_t column) {
+    if (row >= out_end || column >= in_end) return;
+    units[n] = __ldg(x + (origin.in + g.in_rows.At(out_first + row) + in_first + column));
+  });
+  for_each(g.in_shift,
+           [&](int n, uint32_t row, uint32_t column) { tile[row * pitch + column] = units[n]; });
+  __syncthreads();
+  for_each(out_shift, [&](int n, uint32_t row, uint32_t column) {
+    units[n] = static_cast<Word<kBytes>>(tile[column * pitch + row]);
+  });
+  for_each(out_shift, [&](int n, uint32_t row, uint32_t column) {
+    if (row >= in_end || column >= out_end) return;
+    y[origin.out + g.out_rows.At(in_first + row) + out_first + column] = units[n];
+  });
+}
+
 // An offset in shared memory and one in the input or the output, in bytes.
 template <typename Offset>
 struct RowPlace {
@@ -567,6 +627,46 @@ cudaError_t LaunchTile(const PermutePlan& plan, const void* x, void* y, cudaStre
   return LaunchTile<kBytes, false>(plan, x, y, stream);
 }
 
+template <int kBytes, int kRun>
+cudaError_t LaunchSmallTile(const PermutePlan& plan, const void* x, void* y, cudaStream_t stream) {
+  using Unit = Word<kBytes>;
+  const TileRuns runs = RunsOf(plan);
+  const SmallTileShape shape = SmallTileShapeOf(runs);
+  SmallTileGeometry<kRun> g{};
+  while (1 << g.in_shift < shape.in) ++g.in_shift;
+  dim3 grid(1, 1, 1);
+  // Splits a run into parts of nearly equal size, and returns their number.
+  const auto split = [](int64_t units, int most, uint32_t* length, uint32_t* extent) {
+    const int64_t parts = (units + most - 1) / most;
+    *length = static_cast<uint32_t>(units);
+    *extent = static_cast<uint32_t>((units + parts - 1) / parts);
+    return static_cast<unsigned>(parts);
+  };
+  grid.x = split(runs.out.units, shape.out, &g.out_units, &g.out_extent);
+  grid.y = split(runs.in.units, shape.in, &g.in_units, &g.in_extent);
+  bool fits = plan.units < kMostSmallUnits, in_run[kMaxPermuteRank] = {};
+  for (int k = 0; k < plan.in_run; ++k) {
+    const PermuteDim& dim = plan.dims[plan.fastest_in(k)];
+    in_run[plan.fastest_in(k)] = true;
+    fits &= g.out_rows.Add(dim.size, static_cast<uint32_t>(dim.out_stride));
+  }
+  for (int d = plan.rank - 1; d >= 0; --d) {
+    const PermuteDim& dim = plan.dims[d];
+    const auto in = static_cast<uint32_t>(dim.in_stride),
+               out = static_cast<uint32_t>(dim.out_stride);
+    if (d >= plan.rank - plan.out_run) {
+      fits &= g.in_rows.Add(dim.size, in);
+    } else if (!in_run[d]) {
+      fits &= g.others.Add(dim.size, {in, out});
+      grid.z *= static_cast<unsigned>(dim.size);
+    }
+  }
+  if (!fits) return cudaErrorInvalidValue;
+  SmallTileKernel<kBytes, kRun>
+      <<<grid, kBlockSize, 0, stream>>>(g, static_cast<const Unit*>(x), static_cast<Unit*>(y));
+  return cudaGetLastError();
+}
+
 // Whether the last tile along a dimension covers less of it than the others.
 inline bool IsCut(const PermutePlan& plan, int d) { return plan.dims[d].size % plan.tile[d] != 0; }
 
@@ -783,6 +883,19 @@ cudaError_t LaunchPermuteTile(const PermutePlan& plan, const void* x, void* y,
                               cudaStream_t stream) {
   return DispatchWord(plan.unit_bytes, [&](auto tag) {
     return LaunchTile<sizeof(typename decltype(tag)::type)>(plan, x, y, stream);
+  });
+}
+
+cudaError_t LaunchPermuteSmallTile(const PermutePlan& plan, const void* x, void* y,
+                                   cudaStream_t stream) {
+  return DispatchWord(plan.unit_bytes, [&](auto tag) {
+    constexpr int kBytes = sizeof(typename decltype(tag)::type);
+    if constexpr (kBytes < kPackBytes) {
+      return plan.in_run == 1 && plan.out_run == 1
+                 ? LaunchSmallTile<kBytes, 1>(plan, x, y, stream)
+                 : LaunchSmallTile<kBytes, kMostJoined>(plan, x, y, stream);
+    }
+    return cudaErrorInvalidValue;
   });
 }
 

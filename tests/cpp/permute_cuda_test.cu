@@ -14,7 +14,7 @@ using namespace jof;
 
 constexpr int64_t kMostBytes = int64_t{1} << 26, kMostRandomBytes = int64_t{1} << 22;
 constexpr int kMostRank = 12;
-constexpr int kStrategies = 7;
+constexpr int kStrategies = 8;
 
 struct Problem {
   std::vector<int64_t> shape, axes;

@@ -58,8 +58,9 @@ void CheckTile(const PermutePlan& plan) {
   JOF_CHECK(bytes + 48 <= 48 << 10, "a tile of %ld bytes", long(bytes));
 }
 
-// No dimension is in both runs.
+// No dimension is in both runs, and these are long enough.
 void CheckTileRuns(const PermutePlan& plan) {
+  const bool is_small = plan.strategy == PermuteStrategy::kSmallTile;
   bool in_a_run[kMaxPermuteRank] = {};
   for (int k = 0; k < plan.in_run; ++k) in_a_run[plan.fastest_in(k)] = true;
   for (int k = 0; k < plan.out_run; ++k) {
@@ -70,8 +71,9 @@ void CheckTileRuns(const PermutePlan& plan) {
                 plan.out_run <= kMostJoined &&
                 plan.rank - plan.in_run - plan.out_run + 2 <= kMostTiled,
             "runs of %d and %d of %d dimensions", plan.in_run, plan.out_run, plan.rank);
-  JOF_CHECK(runs.in.units * plan.unit_bytes >= 64 && runs.out.units * plan.unit_bytes >= 64,
-            "runs of %ld and %ld units", long(runs.in.units), long(runs.out.units));
+  const int64_t least = is_small ? 8 : 64 / plan.unit_bytes;
+  JOF_CHECK(runs.in.units >= least && runs.out.units >= least, "runs of %ld and %ld units",
+            long(runs.in.units), long(runs.out.units));
   JOF_CHECK(plan.index_bytes == 4 || plan.in_run + plan.out_run == 2, "%d and %d dimensions",
             plan.in_run, plan.out_run);
 }
@@ -85,7 +87,9 @@ void CheckPlan(const PermuteProblem& p) {
             long(p.alignment));
   JOF_CHECK((plan.rank <= 1) == (plan.strategy == PermuteStrategy::kCopy), "rank %d", plan.rank);
   JOF_CHECK((plan.in_run > 0) == (plan.strategy >= PermuteStrategy::kTile), "run %d", plan.in_run);
-  if (plan.strategy == PermuteStrategy::kTile) CheckTileRuns(plan);
+  if (plan.strategy == PermuteStrategy::kTile || plan.strategy == PermuteStrategy::kSmallTile) {
+    CheckTileRuns(plan);
+  }
   JOF_CHECK((plan.gathered > 0) == (plan.strategy <= PermuteStrategy::kGather), "%d units",
             plan.gathered);
   JOF_CHECK(p.alignment % std::max(1, plan.gathered * plan.unit_bytes) == 0, "%d units",
@@ -194,9 +198,18 @@ int main() {
   CheckStrategy(PlanOf({97, 1 << 20}, {1, 0}, 1), PermuteStrategy::kTile, 2, 1);
   CheckStrategy(PlanOf({45, 1000003}, {1, 0}, 4), PermuteStrategy::kTile, 2, 4);
   // Small arrays are gathered if warps use most of the sectors that they read.
-  CheckStrategy(PlanOf({512, 1 << 10}, {1, 0}, 1), PermuteStrategy::kTile, 2, 1);
   CheckStrategy(PlanOf({70804, 7}, {1, 0}, 1), PermuteStrategy::kGather, 2, 1);
-  CheckStrategy(PlanOf({16, 23, 1024}, {2, 1, 0}, 4), PermuteStrategy::kTile, 3, 4);
+  // Otherwise they take small tiles, except narrow units in whole packs.
+  CheckStrategy(PlanOf({16, 23, 1024}, {2, 1, 0}, 4), PermuteStrategy::kSmallTile, 3, 4);
+  CheckStrategy(PlanOf({1023, 1025}, {1, 0}, 8), PermuteStrategy::kSmallTile, 2, 8);
+  CheckStrategy(PlanOf({1025, 1025}, {1, 0}, 8), PermuteStrategy::kTile, 2, 8);
+  CheckStrategy(PlanOf({1023, 1025}, {1, 0}, 1), PermuteStrategy::kSmallTile, 2, 1);
+  CheckStrategy(PlanOf({1025, 1025}, {1, 0}, 1), PermuteStrategy::kTile, 2, 1);
+  CheckStrategy(PlanOf({512, 1 << 10}, {1, 0}, 1), PermuteStrategy::kTile, 2, 1);
+  CheckStrategy(PlanOf({512, 1 << 10}, {1, 0}, 1, 1), PermuteStrategy::kSmallTile, 2, 1);
+  CheckStrategy(PlanOf({4096, 51}, {1, 0}, 1), PermuteStrategy::kSmallTile, 2, 1);
+  CheckStrategy(PlanOf({260, 263}, {1, 0}, 1), PermuteStrategy::kSmallTile, 2, 1);
+  CheckStrategy(PlanOf({253, 256}, {1, 0}, 1), PermuteStrategy::kGather, 2, 1);
   // So are all arrays of up to 3 MB in units of 16 bytes.
   CheckStrategy(PlanOf({41, 4096}, {1, 0}, 16), PermuteStrategy::kGather, 2, 16);
   CheckStrategy(PlanOf({71, 32, 7, 4}, {3, 1, 0, 2}, 16), PermuteStrategy::kGather, 4, 16);
