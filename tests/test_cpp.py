@@ -1,6 +1,6 @@
 """Compiles and runs the C++ unit tests, cpp/*_test.cc, under sanitizers.
 
-The first lines of a test may name what it is compiled with: `// sources: csrc/cpu/foo.cc ...`,
+The first lines of a test may name what it is compiled with: `// sources: csrc/ffi/foo.cc ...`,
 `// sanitizers: address thread`, or `plain` where those of `make test-sanitize` are enough. Kernels
 are slow to compile: the objects of the build are tested where there are some, which have sanitizers
 with JOF_SANITIZE=ON (`make test-sanitize`) only.
@@ -21,7 +21,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = sorted((ROOT / "tests" / "cpp").glob("*_test.cc"))
-KERNELS = "csrc/cpu/kernels.cc"
+# The kernels and what chooses among instruction sets; a test names all of them.
+CPU = "csrc/cpu/*.cc"
+DISPATCHER = "csrc/cpu/dispatch.cc"
+CPU_SOURCES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(CPU))
 COMPILER = shlex.split(os.environ["JOF_TEST_CXX"])
 FLAGS = [
     *("-std=c++17", "-pthread", "-Wall", "-Wextra", "-Werror"),
@@ -46,7 +49,8 @@ def named(test: Path, what: str) -> list[str]:
     """What a test's first lines say of sources or sanitizers."""
     marker = f"// {what}:"
     lines = test.read_text().splitlines()[:2]
-    return [word for line in lines if line.startswith(marker) for word in line.split()[2:]]
+    words = [word for line in lines if line.startswith(marker) for word in line.split()[2:]]
+    return [name for word in words for name in (CPU_SOURCES if word == CPU else [word])]
 
 
 def cpu_flags() -> set[str]:
@@ -63,7 +67,7 @@ def builds():
         if {flag.removeprefix("-m") for flag in flags if "=" not in flag} <= cpu_flags()
     ]
     for test in TESTS:
-        has_kernels = KERNELS in named(test, "sources")
+        has_kernels = DISPATCHER in named(test, "sources")
         for instruction_set in INSTRUCTION_SETS if x86 and has_kernels else ["baseline"]:
             for sanitizer in named(test, "sanitizers") or ["address"]:
                 marks = []
@@ -112,19 +116,21 @@ def objects(tmp_path_factory) -> Path:
     return folder
 
 
-def built_kernels(instruction_set: str) -> str | None:
+def built_kernels(instruction_set: str) -> dict[str, str]:
     """What `make`, pip or CMake has compiled for a module, if nothing has changed since."""
-    sources = [
-        path for part in ("common", "ops", "cpu") for path in (ROOT / "csrc" / part).iterdir()
+    headers = [
+        path for part in ("common", "ops", "cpu") for path in (ROOT / "csrc" / part).glob("*.h")
     ]
-    newest = max(path.stat().st_mtime for path in (*sources, INSTRUCTION_SETS_FILE))
+    newest = max(path.stat().st_mtime for path in (*headers, INSTRUCTION_SETS_FILE))
+    changed = {name: max(newest, (ROOT / name).stat().st_mtime) for name in CPU_SOURCES}
     for folder in (Path(sys.prefix, "build"), *sorted(ROOT.glob("build/*/"))):
-        built = folder / "CMakeFiles" / f"jof_cpu_{instruction_set}.dir" / f"{KERNELS}.o"
-        if built.exists() and built.stat().st_mtime > newest:
+        objects = folder / "CMakeFiles" / f"jof_cpu_{instruction_set}.dir"
+        built = {name: objects / f"{name}.o" for name in CPU_SOURCES if name != DISPATCHER}
+        if all(path.exists() and path.stat().st_mtime > changed[x] for x, path in built.items()):
             options = (folder / "CMakeCache.txt").read_text()
             if ("JOF_SANITIZE:BOOL=ON" in options) == EVERYTHING:
-                return str(built)
-    return None
+                return {name: str(path) for name, path in built.items()}
+    return {}
 
 
 def compiled(source: str, flags: list[str], folder: Path) -> str:
@@ -148,10 +154,9 @@ def test_cpp(test, instruction_set, sanitizer, objects, tmp_path):
     flags += [f"-DkCpuKernelsBaseline={table}"]
     folder = objects / f"{instruction_set}-{sanitizer}"
     folder.mkdir(exist_ok=True)
-    built = built_kernels(instruction_set) if sanitizer != "thread" else None
+    built = built_kernels(instruction_set) if sanitizer != "thread" else {}
     linked = [
-        built if built and source == KERNELS else compiled(source, flags, folder)
-        for source in named(test, "sources")
+        built.get(source) or compiled(source, flags, folder) for source in named(test, "sources")
     ]
     binary = str(tmp_path / test.stem)
     run([*COMPILER, *FLAGS, *flags, str(test), *linked, "-ldl", "-o", binary], cwd=ROOT)

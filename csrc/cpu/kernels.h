@@ -1,6 +1,9 @@
-// The CPU kernels as a table of function pointers, one table for each instruction set that
-// kernels.cc is compiled for. A kernel processes a range [begin, end) on the calling thread. The
+// The CPU kernels as a table of function pointers, one table for each instruction set that the
+// sources here are compiled for. A kernel processes a range [begin, end) on the calling thread. The
 // launchers (*_launch.h) distribute ranges over XLA's thread pool.
+//
+// No kernel may call or instantiate a function of the standard library that is not always inlined:
+// see JOF_NAMESPACE_BEGIN.
 #pragma once
 
 #include <stdint.h>
@@ -100,3 +103,12 @@ extern const CpuKernels kCpuKernelsAvx512;
 const CpuKernels& BestCpuKernels();
 
 }  // namespace jof
+
+JOF_NAMESPACE_BEGIN
+
+// The kernels of the instruction set that a source is compiled for.
+#define JOF_DECLARATION(function, parameters) void function parameters;
+JOF_FOR_EACH_CPU_KERNEL(JOF_DECLARATION)
+#undef JOF_DECLARATION
+
+JOF_NAMESPACE_END

@@ -139,6 +139,8 @@ JOF_INLINE void Store(const Lanes<float, 16>& in, Half* out) {
 
 namespace internal {
 
+JOF_INLINE int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+
 // Prefetches the cache lines of an array.
 JOF_INLINE void Prefetch(const void* array, int64_t bytes) {
   const char* const at = static_cast<const char*>(array);

@@ -1,9 +1,8 @@
+// sources: csrc/cpu/cast.cc
 // sanitizers: plain
 // Casts between all pairs of dtypes. Compares the loops with the functor for every 8- and 16-bit
 // value and for wider values, at odd lengths and offsets, with and without subnormals treated as
 // zeros. Compares the 8-bit floats with double arithmetic.
-#include "cpu/cast.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -11,6 +10,8 @@
 #include <vector>
 
 #include "check.h"
+#include "cpu/kernels.h"
+#include "ops/cast.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// sources: csrc/cpu/kernels.cc csrc/cpu/dispatch.cc
+// sources: csrc/cpu/*.cc
 // Compares the elementwise CPU kernels with their functors called element by element: every op and
 // type, lengths around the loops' steps, arrays at every offset, ranges, scalar operands, unwanted
 // outputs. Everything outside the elements that a call should write must stay untouched.

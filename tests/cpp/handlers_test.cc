@@ -1,4 +1,4 @@
-// sources: csrc/ffi/cpu.cc csrc/cpu/kernels.cc csrc/cpu/dispatch.cc
+// sources: csrc/ffi/cpu.cc csrc/cpu/*.cc
 // sanitizers: thread
 // Calls the CPU handlers as XLA does, on a pool of four threads. The results must equal those of
 // one thread bit for bit.

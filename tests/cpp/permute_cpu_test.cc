@@ -1,4 +1,4 @@
-// sources: csrc/cpu/kernels.cc csrc/cpu/dispatch.cc
+// sources: csrc/cpu/*.cc
 // Runs the CPU kernels tile by tile in random order, on pointers of every alignment. No tile may
 // write another tile's elements or read beyond the operand.
 #include <algorithm>

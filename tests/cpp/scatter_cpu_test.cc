@@ -1,4 +1,4 @@
-// sources: csrc/cpu/kernels.cc csrc/cpu/dispatch.cc
+// sources: csrc/cpu/*.cc
 // The CPU kernels of scatters and gathers on pointers at every offset within 16 bytes that their
 // type allows, between guard zones that must stay untouched, with ids and orders that are out of
 // range, or unsorted although they are declared sorted.

@@ -1,4 +1,4 @@
-// sources: csrc/cpu/kernels.cc csrc/cpu/dispatch.cc
+// sources: csrc/cpu/*.cc
 // The CPU kernels on pointers at every offset within 16 bytes that their type allows, between
 // guard zones that must stay untouched.
 #include <cmath>

@@ -1,8 +1,8 @@
 // Finds queries among edges on a CPU: see ops/searchsorted.h.
-#pragma once
+#include "ops/searchsorted.h"
 
 #include "common/macros.h"
-#include "ops/searchsorted.h"
+#include "cpu/kernels.h"
 
 JOF_NAMESPACE_BEGIN
 
@@ -71,7 +71,7 @@ inline void SearchType(const SearchCall& call, int64_t begin, int64_t end) {
 }  // namespace internal
 
 // Queries [begin, end).
-inline void SearchRange(const SearchCall& call, int64_t begin, int64_t end) {
+void SearchRange(const SearchCall& call, int64_t begin, int64_t end) {
   Dispatch<Sortable>(call.type, [&](auto tag) {
     internal::SearchType<typename decltype(tag)::type>(call, begin, end);
   });

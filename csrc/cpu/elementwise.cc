@@ -1,9 +1,9 @@
 // The built-in elementwise ops on a CPU: instances of the elementwise template for every op and
 // type.
-#pragma once
+#include "cpu/elementwise.h"
 
 #include "common/dtype.h"
-#include "cpu/elementwise.h"
+#include "cpu/kernels.h"
 #include "ops/elementwise_ops.h"
 
 JOF_NAMESPACE_BEGIN
@@ -57,8 +57,8 @@ constexpr RunRange kElementwiseRanges[] = {
 }  // namespace internal
 
 // Computes elements [begin, end) of a call. `type` is one of Floats.
-inline void ElementwiseRange(ElementwiseOp op, DType type, const ElementwiseCall& call,
-                             int64_t begin, int64_t end) {
+void ElementwiseRange(ElementwiseOp op, DType type, const ElementwiseCall& call, int64_t begin,
+                      int64_t end) {
   Dispatch<Floats>(type, [&](auto tag) {
     internal::kElementwiseRanges<typename decltype(tag)::type>[static_cast<int>(op)](call, begin,
                                                                                      end);
@@ -66,8 +66,8 @@ inline void ElementwiseRange(ElementwiseOp op, DType type, const ElementwiseCall
 }
 
 // Computes elements [begin, end) of where, or of its cotangents.
-inline void WhereRange(bool vjp, int element_bytes, const ElementwiseCall& call, int64_t begin,
-                       int64_t end) {
+void WhereRange(bool vjp, int element_bytes, const ElementwiseCall& call, int64_t begin,
+                int64_t end) {
   DispatchWord(element_bytes, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Condition = Operand<uint8_t>;

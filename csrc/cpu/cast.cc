@@ -4,14 +4,14 @@
 // take two loops. The first converts a chunk, which stays in the first-level cache, to the type
 // that XLA converts through or to one that holds every value of the source. The second converts the
 // chunk to the target type.
-#pragma once
+#include "ops/cast.h"
 
 #include <stdint.h>
 #include <string.h>
 
 #include "common/dtype.h"
+#include "cpu/kernels.h"
 #include "cpu/lanes.h"
-#include "ops/cast.h"
 
 JOF_NAMESPACE_BEGIN
 
@@ -185,7 +185,7 @@ inline CastLoops LoopsOf(DType from, DType to) {
 
 // Converts the elements [begin, end) of an array of one of the Reals to another. The arrays do not
 // overlap.
-inline void CastRange(DType from, DType to, const void* in, void* out, int64_t begin, int64_t end) {
+void CastRange(DType from, DType to, const void* in, void* out, int64_t begin, int64_t end) {
   const int64_t in_bytes = SizeOf(from), out_bytes = SizeOf(to);
   const internal::CastLoops loops = internal::LoopsOf(from, to);
   const char* source = static_cast<const char*>(in) + begin * in_bytes;

@@ -1,5 +1,5 @@
 // Message sums, attention, edge dots and softmax over segments on a CPU.
-#pragma once
+#include "ops/segments.h"
 
 #include <math.h>
 #include <stdint.h>
@@ -11,7 +11,6 @@
 #include "cpu/chunks.h"
 #include "cpu/kernels.h"
 #include "cpu/lanes.h"
-#include "ops/segments.h"
 
 JOF_NAMESPACE_BEGIN
 
@@ -659,7 +658,7 @@ JOF_INLINE void DispatchLogits(const SegmentSoftmaxCall& call, const Visitor& vi
 }  // namespace internal
 
 // [begin, end) are chunks.
-inline void SumMessages(const MessageSumCall& call, int64_t begin, int64_t end) {
+void SumMessages(const MessageSumCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     const internal::MessageSum<typename decltype(tag)::type> program(call);
     for (int64_t c = begin; c < end; ++c) {
@@ -669,7 +668,7 @@ inline void SumMessages(const MessageSumCall& call, int64_t begin, int64_t end) 
 }
 
 // [begin, end) are chunks. Runs after SumMessages has done all chunks.
-inline void JoinMessages(const MessageSumCall& call, int64_t begin, int64_t end) {
+void JoinMessages(const MessageSumCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     const internal::MessageSum<typename decltype(tag)::type> program(call);
     for (int64_t c = begin; c < end; ++c) {
@@ -679,7 +678,7 @@ inline void JoinMessages(const MessageSumCall& call, int64_t begin, int64_t end)
 }
 
 // [begin, end) are chunks.
-inline void SumAttention(const MessageSumCall& call, int64_t begin, int64_t end) {
+void SumAttention(const MessageSumCall& call, int64_t begin, int64_t end) {
   internal::DispatchAttention(call, [&](const auto& program) {
     for (int64_t c = begin; c < end; ++c) {
       internal::ReduceChunk(program, call.edges, call.scratch, c);
@@ -688,7 +687,7 @@ inline void SumAttention(const MessageSumCall& call, int64_t begin, int64_t end)
 }
 
 // [begin, end) are chunks. Runs after SumAttention has done all chunks.
-inline void JoinAttention(const MessageSumCall& call, int64_t begin, int64_t end) {
+void JoinAttention(const MessageSumCall& call, int64_t begin, int64_t end) {
   internal::DispatchAttention(call, [&](const auto& program) {
     for (int64_t c = begin; c < end; ++c) {
       internal::JoinChunks(program, call.edges, call.scratch, c);
@@ -697,7 +696,7 @@ inline void JoinAttention(const MessageSumCall& call, int64_t begin, int64_t end
 }
 
 // [begin, end) are positions.
-inline void AttentionLogits(const AttentionLogitsCall& call, int64_t begin, int64_t end) {
+void AttentionLogits(const AttentionLogitsCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (call.wide_logits) {
@@ -709,7 +708,7 @@ inline void AttentionLogits(const AttentionLogitsCall& call, int64_t begin, int6
 }
 
 // [begin, end) are positions.
-inline void DotEdges(const EdgeDotCall& call, int64_t begin, int64_t end) {
+void DotEdges(const EdgeDotCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (call.wide_result) {
@@ -721,7 +720,7 @@ inline void DotEdges(const EdgeDotCall& call, int64_t begin, int64_t end) {
 }
 
 // [begin, end) are chunks.
-inline void ReduceLogits(const SegmentSoftmaxCall& call, int64_t begin, int64_t end) {
+void ReduceLogits(const SegmentSoftmaxCall& call, int64_t begin, int64_t end) {
   internal::DispatchLogits(call, [&](const auto& program) {
     for (int64_t c = begin; c < end; ++c) {
       internal::ReduceChunk(program, call.edges, call.scratch, c);
@@ -730,7 +729,7 @@ inline void ReduceLogits(const SegmentSoftmaxCall& call, int64_t begin, int64_t 
 }
 
 // [begin, end) are chunks. Runs after ReduceLogits has done all chunks.
-inline void JoinLogits(const SegmentSoftmaxCall& call, int64_t begin, int64_t end) {
+void JoinLogits(const SegmentSoftmaxCall& call, int64_t begin, int64_t end) {
   internal::DispatchLogits(call, [&](const auto& program) {
     for (int64_t c = begin; c < end; ++c) {
       internal::JoinChunks(program, call.edges, call.scratch, c);
@@ -739,7 +738,7 @@ inline void JoinLogits(const SegmentSoftmaxCall& call, int64_t begin, int64_t en
 }
 
 // [begin, end) are edges. Runs after JoinLogits has done all chunks.
-inline void SoftmaxEdges(const SegmentSoftmaxCall& call, int64_t begin, int64_t end) {
+void SoftmaxEdges(const SegmentSoftmaxCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (call.tangent == nullptr) {

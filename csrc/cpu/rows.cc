@@ -1,237 +1,12 @@
-// Row reductions on a CPU. Contiguous rows are processed one at a time; other rows are the columns
-// of an array and are processed in groups of columns. Short contiguous rows are transposed in the
+// Row reductions on a CPU; see row_blocks.h. Short contiguous rows are transposed in the
 // first-level cache and processed as columns: one at a time, each would take 20 to 40 ns whatever
 // its length (softmax of 10 f32 elements takes 6 ns instead of 30).
-//
-// A block of a row is widened once and stays in the first-level cache. Each step is a separate loop
-// over the block: elementwise loops, which the compiler vectorises, and sums and maxima in several
-// vector registers. A row longer than a block is read twice, once for its statistics and once to
-// compute the result. The states of its blocks are combined.
-#pragma once
-
-#include <type_traits>
-
-#include "cpu/elementwise.h"
-#include "cpu/permute.h"
-#include "cpu/reduce.h"
-#include "ops/rows.h"
+#include "cpu/kernels.h"
+#include "cpu/matrix.h"
+#include "cpu/row_blocks.h"
 
 JOF_NAMESPACE_BEGIN
 namespace internal {
-
-constexpr int64_t kRowBlock = 2048;
-// The block of a softmax. Exponentials of a row that fits one block are not recomputed: rows of
-// 4096 take two thirds of the time.
-constexpr int64_t kTermsBlock = 8192;
-
-// A block of an array of T: read in place, or widened into a buffer.
-template <typename T, int64_t kBlock = kRowBlock>
-struct BlockOf {
-  using C = Compute<T>;
-  static constexpr bool kIsConverted = !__is_same(T, C);
-  C buffer[kIsConverted ? kBlock : 1];
-
-  JOF_INLINE const C* Read(const T* in, int64_t n) {
-    if constexpr (kIsConverted) {
-      Convert<T>(in, n, buffer);
-      return buffer;
-    } else {
-      return in;
-    }
-  }
-};
-
-// A row vector (scale or bias) of T or f32.
-template <typename T>
-struct RowVector {
-  using C = Compute<T>;
-  const void* data;
-  bool is_f32;
-  C buffer[kRowBlock];
-
-  JOF_INLINE const C* Read(int64_t i, int64_t n) {
-    if constexpr (!__is_same(T, float)) {
-      if (!is_f32) {
-        Convert<T>(static_cast<const T*>(data) + i, n, buffer);
-        return buffer;
-      }
-    }
-    const float* in = static_cast<const float*>(data) + i;
-    if constexpr (__is_same(C, float)) {
-      return in;
-    } else {
-      for (int64_t j = 0; j < n; ++j) buffer[j] = in[j];
-      return buffer;
-    }
-  }
-};
-
-struct Add {
-  template <typename V>
-  JOF_INLINE V operator()(V a, V b) const {
-    return a + b;
-  }
-};
-struct Max {
-  template <typename V>
-  JOF_INLINE V operator()(V a, V b) const {
-    return b > a ? b : a;
-  }
-};
-
-// Calls block(i, n) for the blocks of a row.
-template <int64_t kBlock = kRowBlock, typename Block>
-JOF_INLINE void ForEachBlock(int64_t n, const Block& block) {
-  for (int64_t i = 0; i < n; i += kBlock) block(i, n - i < kBlock ? n - i : kBlock);
-}
-
-// Returns the statistics of a row, and leaves the terms of its last block in `terms`.
-template <typename T, int64_t kBlock>
-JOF_INLINE typename ExpSum<T>::State ExpSumOf(const T* x, int64_t n, Compute<T>* terms) {
-  using C = Compute<T>;
-  using Sum = ExpSum<T>;
-  auto state = ExpSum<double>::Nothing();
-  BlockOf<T, kBlock> block;
-  ForEachBlock<kBlock>(n, [&](int64_t i, int64_t m) {
-    const C* values = block.Read(x + i, m);
-    const C peak = Reduce<Max>(values, m, Sum::NoPeak());
-    const C centre = Sum::Centre(peak, C(m));
-#pragma GCC ivdep
-    for (int64_t j = 0; j < m; ++j) terms[j] = Sum::Term(values[j], centre);
-    // With 256-bit vectors, sums of 8192 terms just below 1 were off by 2 * 10^-6: each addition
-    // to one of 32 partial sums rounded the same way.
-    double sum = 0;
-    ForEachBlock(m, [&](int64_t j, int64_t count) { sum += Reduce<Add>(terms + j, count, C(0)); });
-    const auto part = Sum::Of(peak, static_cast<C>(sum), C(m));
-    state = ExpSum<double>::Combine(state, {part.peak, part.sum});
-  });
-  return {static_cast<C>(state.peak), static_cast<C>(state.sum)};
-}
-
-// y[j] = map(j) for a block. If results must be converted, they go through a buffer.
-template <typename T, typename Map>
-JOF_INLINE void MapBlock(int64_t n, T* y, Compute<T>* buffer, const Map& map) {
-  if constexpr (BlockOf<T>::kIsConverted) {
-#pragma GCC ivdep
-    for (int64_t j = 0; j < n; ++j) buffer[j] = map(j);
-    Convert<T>(buffer, n, y);
-  } else {
-#pragma GCC ivdep
-    for (int64_t j = 0; j < n; ++j) y[j] = map(j);
-  }
-}
-
-// y[j] = map(x[j]) for a row; y may be x.
-template <typename T, typename Map>
-JOF_INLINE void MapRow(const T* x, int64_t n, T* y, const Map& map) {
-  BlockOf<T> block;
-  Compute<T> results[BlockOf<T>::kIsConverted ? kRowBlock : 1];
-  ForEachBlock(n, [&](int64_t i, int64_t m) {
-    const auto* values = block.Read(x + i, m);
-    MapBlock<T>(m, y + i, results, [=](int64_t j) { return map(values[j]); });
-  });
-}
-
-// ---- rows whose elements are not adjacent: kColumns rows at a time ----
-
-constexpr int64_t kColumns = 256;
-
-// The largest group of columns, in elements, whose terms are kept.
-constexpr int64_t kKeptTerms = 32 * kColumns;
-
-// Columns [begin, end) of (outer, inner) in groups that share `outer`: group(o, first, n).
-template <typename Group>
-JOF_INLINE void ForEachColumnGroup(const RowsProblem& p, int64_t begin, int64_t end,
-                                   const Group& group) {
-  while (begin < end) {
-    const int64_t o = begin / p.inner, first = begin % p.inner;
-    int64_t n = end - begin < p.inner - first ? end - begin : p.inner - first;
-    if (n > kColumns) n = kColumns;
-    group(o, first, n);
-    begin += n;
-  }
-}
-
-// A sum per column of terms that are added to `parts`, one per column and row. After every few
-// rows the parts are moved to f64: in f32, a sum of 2^24 equal terms would no longer grow.
-template <typename C>
-struct ColumnSums {
-  static constexpr int64_t kRows = __is_same(C, double) ? 256 : 16;
-  C parts[kColumns];
-  double totals[kColumns];
-
-  void Clear(int64_t columns) {
-    for (int64_t c = 0; c < columns; ++c) {
-      parts[c] = 0;
-      totals[c] = 0;
-    }
-  }
-  void EndRow(int64_t row, int64_t columns) {
-    if (row % kRows == kRows - 1) Move(columns);
-  }
-  // Leaves the sums in `parts`.
-  void End(int64_t columns) {
-    Move(columns);
-    for (int64_t c = 0; c < columns; ++c) parts[c] = static_cast<C>(totals[c]);
-  }
-
- private:
-  void Move(int64_t columns) {
-    for (int64_t c = 0; c < columns; ++c) {
-      totals[c] += static_cast<double>(parts[c]);
-      parts[c] = 0;
-    }
-  }
-};
-
-template <typename T>
-struct ColumnExpSums {
-  using C = Compute<T>;
-  using Sum = ExpSum<T>;
-  C peaks[kColumns], centres[kColumns];
-  ColumnSums<C> sums;
-  BlockOf<T> block;
-
-  // x is the first element of the first column. Also writes the terms to `terms` if it is not null.
-  void Run(const T* x, int64_t n, int64_t stride, int64_t columns, C* terms = nullptr) {
-    for (int64_t c = 0; c < columns; ++c) peaks[c] = Sum::NoPeak();
-    for (int64_t i = 0; i < n; ++i) {
-      const C* values = block.Read(x + i * stride, columns);
-#pragma GCC ivdep
-      for (int64_t c = 0; c < columns; ++c) peaks[c] = Sum::Peak(peaks[c], values[c]);
-    }
-    for (int64_t c = 0; c < columns; ++c) {
-      centres[c] = Sum::Centre(peaks[c], C(n));
-    }
-    sums.Clear(columns);
-    for (int64_t i = 0; i < n; ++i) {
-      const C* values = block.Read(x + i * stride, columns);
-      if (terms == nullptr) {
-#pragma GCC ivdep
-        for (int64_t c = 0; c < columns; ++c) sums.parts[c] += Sum::Term(values[c], centres[c]);
-      } else {
-        C* of_row = terms + i * columns;
-#pragma GCC ivdep
-        for (int64_t c = 0; c < columns; ++c) {
-          of_row[c] = Sum::Term(values[c], centres[c]);
-          sums.parts[c] += of_row[c];
-        }
-      }
-      sums.EndRow(i, columns);
-    }
-    sums.End(columns);
-  }
-  JOF_INLINE typename Sum::State State(int64_t c) const { return {peaks[c], sums.parts[c]}; }
-};
-
-// Maps one element of each column: y[c] = map(c, values[c]).
-template <typename T, typename Map>
-JOF_INLINE void MapColumns(const Compute<T>* values, int64_t columns, T* y, const Map& map) {
-  Compute<T> results[kColumns];
-#pragma GCC ivdep
-  for (int64_t c = 0; c < columns; ++c) results[c] = map(c, values[c]);
-  Convert<T>(results, columns, y);
-}
 
 // ---- short rows: transposed a group at a time, so that they become columns ----
 
@@ -792,7 +567,7 @@ void NormVjpSumsOf(const NormVjpCall& call, int64_t begin, int64_t end) {
 
 // ---- the kernels. [begin, end) are rows; parts in NormVjpParts; elements in NormVjpSums ----
 
-inline void SoftmaxRows(const SoftmaxCall& call, int64_t begin, int64_t end) {
+void SoftmaxRows(const SoftmaxCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto run =
@@ -801,7 +576,7 @@ inline void SoftmaxRows(const SoftmaxCall& call, int64_t begin, int64_t end) {
   });
 }
 
-inline void SoftmaxVjpRows(const SoftmaxVjpCall& call, int64_t begin, int64_t end) {
+void SoftmaxVjpRows(const SoftmaxVjpCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto run =
@@ -810,25 +585,25 @@ inline void SoftmaxVjpRows(const SoftmaxVjpCall& call, int64_t begin, int64_t en
   });
 }
 
-inline void LogSumExpRows(const LogSumExpCall& call, int64_t begin, int64_t end) {
+void LogSumExpRows(const LogSumExpCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     internal::LogSumExpRowsOf<typename decltype(tag)::type>(call, begin, end);
   });
 }
 
-inline void LogSumExpVjpRows(const LogSumExpVjpCall& call, int64_t begin, int64_t end) {
+void LogSumExpVjpRows(const LogSumExpVjpCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     internal::LogSumExpVjpRowsOf<typename decltype(tag)::type>(call, begin, end);
   });
 }
 
-inline void LogSumExpWithVjpRows(const LogSumExpWithVjpCall& call, int64_t begin, int64_t end) {
+void LogSumExpWithVjpRows(const LogSumExpWithVjpCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     internal::LogSumExpWithVjpRowsOf<typename decltype(tag)::type>(call, begin, end);
   });
 }
 
-inline void NormRows(const NormCall& call, int64_t begin, int64_t end) {
+void NormRows(const NormCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto run = call.center ? internal::NormRowsOf<T, true> : internal::NormRowsOf<T, false>;
@@ -836,7 +611,7 @@ inline void NormRows(const NormCall& call, int64_t begin, int64_t end) {
   });
 }
 
-inline void NormVjpRows(const NormVjpCall& call, int64_t begin, int64_t end) {
+void NormVjpRows(const NormVjpCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto run =
@@ -845,7 +620,7 @@ inline void NormVjpRows(const NormVjpCall& call, int64_t begin, int64_t end) {
   });
 }
 
-inline void NormVjpParts(const NormVjpCall& call, int64_t begin, int64_t end) {
+void NormVjpParts(const NormVjpCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto run =
@@ -854,7 +629,7 @@ inline void NormVjpParts(const NormVjpCall& call, int64_t begin, int64_t end) {
   });
 }
 
-inline void NormVjpSums(const NormVjpCall& call, int64_t begin, int64_t end) {
+void NormVjpSums(const NormVjpCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     internal::NormVjpSumsOf<typename decltype(tag)::type>(call, begin, end);
   });

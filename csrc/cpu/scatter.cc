@@ -11,7 +11,7 @@
 //
 // Up to kBlockVectors vectors of columns are summed in registers, over all rows of a run. Wider
 // rows are read once, in order, into sums that stay in the first-level cache.
-#pragma once
+#include "ops/scatter.h"
 
 #include <math.h>
 #include <stdint.h>
@@ -23,7 +23,6 @@
 #include "common/types.h"
 #include "cpu/kernels.h"
 #include "cpu/lanes.h"
-#include "ops/scatter.h"
 
 JOF_NAMESPACE_BEGIN
 
@@ -43,7 +42,6 @@ constexpr int64_t kPrefetchRows = 16;
 // longer.
 constexpr int64_t kPrefetchedSums = 128;
 
-inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // How many rows ahead rows of so many bytes are prefetched.
@@ -617,7 +615,7 @@ JOF_INLINE void CopyRow(const char* in, int64_t bytes, char* out) {
 }
 
 template <int kBytes, typename Index>
-inline void GatherRows(const GatherCall& call, const void* fill_row, int64_t begin, int64_t end) {
+void GatherRows(const GatherCall& call, const void* fill_row, int64_t begin, int64_t end) {
   const int64_t bytes = kBytes == 0 ? call.problem.inner * call.element_bytes : kBytes;
   char* out = static_cast<char*>(call.result) + begin * bytes;
   const char* fill = static_cast<const char*>(fill_row);
@@ -701,7 +699,7 @@ JOF_INLINE void DispatchNarrowScatter(const ScatterCall& call, const Visitor& vi
 
 // For sorted ids without an operand: zeros the rows of [begin, end) that no id names. Rows are
 // counted over all problems.
-inline void ScatterZeros(const ScatterCall& call, int64_t begin, int64_t end) {
+void ScatterZeros(const ScatterCall& call, int64_t begin, int64_t end) {
   const int64_t row_bytes = call.problem.inner * SizeOf(call.type);
   internal::DispatchIndex(call.problem.index_bytes, [&](auto tag) {
     using Index = typename decltype(tag)::type;
@@ -732,7 +730,7 @@ inline void ScatterZeros(const ScatterCall& call, int64_t begin, int64_t end) {
 
 // [begin, end) are blocks of `columns` columns of the chunks of all problems; the block index
 // varies fastest.
-inline void ScatterSorted(const ScatterCall& call, int64_t columns, int64_t begin, int64_t end) {
+void ScatterSorted(const ScatterCall& call, int64_t columns, int64_t begin, int64_t end) {
   const int64_t blocks = internal::CeilDivide(call.problem.inner, columns);
   internal::DispatchScatter(call, [&](auto r, auto tag, auto index) {
     using T = typename decltype(tag)::type;
@@ -746,7 +744,7 @@ inline void ScatterSorted(const ScatterCall& call, int64_t columns, int64_t begi
 }
 
 // [begin, end) are chunks of all problems. Runs after ScatterSorted is done.
-inline void ScatterCarries(const ScatterCall& call, int64_t begin, int64_t end) {
+void ScatterCarries(const ScatterCall& call, int64_t begin, int64_t end) {
   internal::DispatchScatter(call, [&](auto r, auto tag, auto index) {
     using T = typename decltype(tag)::type;
     using Index = typename decltype(index)::type;
@@ -757,7 +755,7 @@ inline void ScatterCarries(const ScatterCall& call, int64_t begin, int64_t end) 
 }
 
 // [begin, end) are parts of all problems; the problem index varies fastest.
-inline void ScatterPrivate(const ScatterCall& call, int64_t begin, int64_t end) {
+void ScatterPrivate(const ScatterCall& call, int64_t begin, int64_t end) {
   internal::DispatchNarrowScatter(call, [&](auto r, auto tag, auto index, auto width) {
     using T = typename decltype(tag)::type;
     using Index = typename decltype(index)::type;
@@ -771,7 +769,7 @@ inline void ScatterPrivate(const ScatterCall& call, int64_t begin, int64_t end) 
 // Combines all updates with the result in place. [begin, end) are blocks of `columns` columns of
 // all problems; the block index varies fastest. Does nothing for 16-bit sums and products, which
 // need a copy.
-inline void ScatterInPlace(const ScatterCall& call, int64_t columns, int64_t begin, int64_t end) {
+void ScatterInPlace(const ScatterCall& call, int64_t columns, int64_t begin, int64_t end) {
   const ScatterProblem& p = call.problem;
   const int64_t blocks = internal::CeilDivide(p.inner, columns);
   internal::DispatchNarrowScatter(call, [&](auto r, auto tag, auto index, auto width) {
@@ -789,7 +787,7 @@ inline void ScatterInPlace(const ScatterCall& call, int64_t columns, int64_t beg
 }
 
 // [begin, end) are elements of the result. Runs after ScatterPrivate has done all parts.
-inline void ScatterCombine(const ScatterCall& call, int64_t begin, int64_t end) {
+void ScatterCombine(const ScatterCall& call, int64_t begin, int64_t end) {
   internal::DispatchReducer(call, [&](auto r, auto tag) {
     using T = typename decltype(tag)::type;
     internal::AddCopies<r.value, T>(
@@ -800,7 +798,7 @@ inline void ScatterCombine(const ScatterCall& call, int64_t begin, int64_t end) 
 }
 
 // [begin, end) are rows of the result, counted over all problems. The fill is a whole row here.
-inline void GatherRows(const GatherCall& call, const void* fill_row, int64_t begin, int64_t end) {
+void GatherRows(const GatherCall& call, const void* fill_row, int64_t begin, int64_t end) {
   internal::DispatchIndex(call.problem.index_bytes, [&](auto tag) {
     using Index = typename decltype(tag)::type;
     const int64_t row_bytes = call.problem.inner * call.element_bytes;

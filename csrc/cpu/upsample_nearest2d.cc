@@ -11,8 +11,6 @@
 //
 // Stores go through the caches: results of these sizes stay there for the next reader, and
 // streaming stores took four times as long (13 MB, two threads).
-#pragma once
-
 #include <stdint.h>
 #include <string.h>
 
@@ -73,8 +71,8 @@ inline void ExpandRowOfBytes(const CpuUpsample& p, int64_t pixel, const uint8_t*
 }
 
 // [begin, end) are source rows, counted over all planes. Elements have 1, 2, 4, 8 or 16 bytes.
-inline void UpsampleForwardRows(const CpuUpsample& p, int element_bytes, const void* x, void* y,
-                                int64_t begin, int64_t end) {
+void UpsampleForwardRows(const CpuUpsample& p, int element_bytes, const void* x, void* y,
+                         int64_t begin, int64_t end) {
   const int64_t pixel = p.inner * element_bytes;
   const int64_t in_row = p.in_w * pixel, out_row = p.out_w * pixel;
   // Pixels of several elements are moved as one word only if the arrays are aligned to it.
@@ -251,8 +249,7 @@ inline void UpsampleBackwardRowsOf(const CpuUpsample& p, const T* dy, T* dx, int
 }
 
 template <typename T>
-inline void UpsampleBackwardRows(const CpuUpsample& p, const T* dy, T* dx, int64_t begin,
-                                 int64_t end) {
+void UpsampleBackwardRows(const CpuUpsample& p, const T* dy, T* dx, int64_t begin, int64_t end) {
   switch (p.inner) {
     case 1:
       return UpsampleBackwardRowsOf<1>(p, dy, dx, begin, end);
@@ -279,8 +276,8 @@ struct Parts<Complex<T>> {
 };
 
 // [begin, end) are source rows, counted over all planes. `type` is one of FloatsAndComplex.
-inline void UpsampleBackwardRows(const CpuUpsample& p, DType type, const void* dy, void* dx,
-                                 int64_t begin, int64_t end) {
+void UpsampleBackwardRows(const CpuUpsample& p, DType type, const void* dy, void* dx, int64_t begin,
+                          int64_t end) {
   Dispatch<FloatsAndComplex>(type, [&](auto tag) {
     using Part = Parts<typename decltype(tag)::type>;
     using T = typename Part::type;

@@ -1,12 +1,12 @@
 // Group norm on a CPU. Here a row is several pixels of an image, enough that loops over its columns
 // are worth vectorising. Sums over a part of an image are first computed for each column.
-#pragma once
+#include "ops/group_norm.h"
 
 #include <type_traits>
 
 #include "cpu/elementwise.h"
-#include "cpu/rows.h"
-#include "ops/group_norm.h"
+#include "cpu/kernels.h"
+#include "cpu/row_blocks.h"
 
 JOF_NAMESPACE_BEGIN
 namespace internal {
@@ -289,31 +289,31 @@ void ForEachItemOf(const Call& call, int64_t begin, int64_t end, const Kernel& k
 // ---- the kernels. [begin, end) are parts of all images, groups of all images in GroupNormStats,
 // images in GroupNormVjpTerms, and elements of dbias and dscale in GroupNormVjpVectors ----
 
-inline void GroupNormMoments(const GroupNormCall& call, int64_t begin, int64_t end) {
+void GroupNormMoments(const GroupNormCall& call, int64_t begin, int64_t end) {
   internal::ForEachItemOf(call, begin, end, [&](auto tag, auto, int64_t i) {
     internal::GroupMomentsOf<typename decltype(tag)::type>(call, i);
   });
 }
 
-inline void GroupNormStats(const GroupNormCall& call, int64_t begin, int64_t end) {
+void GroupNormStats(const GroupNormCall& call, int64_t begin, int64_t end) {
   internal::ForEachItemOf(call, begin, end, [&](auto tag, auto, int64_t i) {
     internal::GroupStatsOf<typename decltype(tag)::type>(call, i);
   });
 }
 
-inline void GroupNormMap(const GroupNormCall& call, int64_t begin, int64_t end) {
+void GroupNormMap(const GroupNormCall& call, int64_t begin, int64_t end) {
   internal::ForEachItemOf(call, begin, end, [&](auto tag, auto silu, int64_t i) {
     internal::GroupNormMapOf<typename decltype(tag)::type, decltype(silu)::value>(call, i);
   });
 }
 
-inline void GroupNormVjpSums(const GroupNormVjpCall& call, int64_t begin, int64_t end) {
+void GroupNormVjpSums(const GroupNormVjpCall& call, int64_t begin, int64_t end) {
   internal::ForEachItemOf(call, begin, end, [&](auto tag, auto silu, int64_t i) {
     internal::GroupNormSumsOf<typename decltype(tag)::type, decltype(silu)::value>(call, i);
   });
 }
 
-inline void GroupNormVjpTerms(const GroupNormVjpCall& call, int64_t begin, int64_t end) {
+void GroupNormVjpTerms(const GroupNormVjpCall& call, int64_t begin, int64_t end) {
   internal::ForEachItemOf(call, begin, end, [&](auto tag, auto, int64_t i) {
     using C = Compute<typename decltype(tag)::type>;
     const int64_t stride = 2 * call.problem.groups;
@@ -322,14 +322,14 @@ inline void GroupNormVjpTerms(const GroupNormVjpCall& call, int64_t begin, int64
   });
 }
 
-inline void GroupNormVjpMap(const GroupNormVjpCall& call, int64_t begin, int64_t end) {
+void GroupNormVjpMap(const GroupNormVjpCall& call, int64_t begin, int64_t end) {
   internal::ForEachItemOf(call, begin, end, [&](auto tag, auto silu, int64_t i) {
     internal::GroupNormVjpMapOf<typename decltype(tag)::type, decltype(silu)::value>(call, i);
   });
 }
 
 // [begin, end) are elements of dbias followed by dscale.
-inline void GroupNormVjpVectors(const GroupNormVjpCall& call, int64_t begin, int64_t end) {
+void GroupNormVjpVectors(const GroupNormVjpCall& call, int64_t begin, int64_t end) {
   Dispatch<Floats>(call.type, [&](auto tag) {
     using C = Compute<typename decltype(tag)::type>;
     const int64_t channels = call.problem.channels;
