@@ -344,6 +344,9 @@ struct SmallTileGeometry {
 // For small arrays, which take as long as one tile does. Block (x, y, z) has part x of the output's
 // run and part y of the input's run. In shared memory, units have at least a word, and rows are one
 // unit longer, so that columns are in different banks.
+//
+// With 128 threads of eight units, arrays of 64 KB to 8 MB took 1.07 of the time, with tiles of
+// 2048 units 1.11.
 template <int kBytes, int kRun>
 __global__ void __launch_bounds__(kBlockSize)
     SmallTileKernel(const SmallTileGeometry<kRun> g, const Word<kBytes>* __restrict__ x,
