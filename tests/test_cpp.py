@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = sorted((ROOT / "tests" / "cpp").glob("*_test.cc"))
-# The kernels and what chooses among instruction sets; a test names all of them.
+# The kernels and what chooses among instruction sets: most tests name all of them.
 CPU = "csrc/cpu/*.cc"
 DISPATCHER = "csrc/cpu/dispatch.cc"
 CPU_SOURCES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(CPU))

@@ -3,7 +3,8 @@
 // launchers (*_launch.h) distribute ranges over XLA's thread pool.
 //
 // No kernel may call or instantiate a function of the standard library that is not always inlined:
-// see JOF_NAMESPACE_BEGIN.
+// see JOF_NAMESPACE_BEGIN. The sources share that namespace, so each name is defined in one of
+// them, or in a header.
 #pragma once
 
 #include <stdint.h>

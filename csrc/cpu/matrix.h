@@ -1,12 +1,12 @@
-// Moves matrices on a CPU: the tiles of cpu/permute.cc are stacks of them.
+// Transposes matrices on a CPU: the tiles of permutations are stacks of them, and short rows become
+// columns.
 //
 // Rows of a matrix are contiguous in the input, and columns are contiguous in the output. Blocks of
-// a matrix are transposed in registers. A block takes a 16-byte
-// lane from each of as many rows as a register has elements, so it writes whole registers.
-// Interleaving pairs of registers, in log2(units of a lane) steps, transposes each lane; every x86
-// has the instructions for registers of its width. 2, 3 or 4 channels (NHWC images) are joined and
-// split by other shuffles, which fill the registers on both sides. Elements of other sizes,
-// including rows that stay contiguous, are copied.
+// a matrix are transposed in registers. A block takes a 16-byte lane from each of as many rows as a
+// register has elements, so it writes whole registers. Interleaving pairs of registers, in
+// log2(units of a lane) steps, transposes each lane; every x86 has the instructions for registers
+// of its width. 2, 3 or 4 channels (NHWC images) are joined and split by other shuffles, which fill
+// the registers on both sides.
 //
 // If a stride is a multiple of a large power of two, rows fall into few sets of the caches and
 // evict each other (4096 x 100 of f64 took 5 times as long). The remedy depends on which stride:

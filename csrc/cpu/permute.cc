@@ -1,4 +1,10 @@
-// Permutes the axes of an array on a CPU, one tile of cpu/permute_launch.h at a time.
+// Permutes the axes of an array on a CPU, one tile of cpu/permute_launch.h at a time. A tile is a
+// stack of matrices; see matrix.h. Elements of other sizes than 1, 2, 4 and 8 bytes, including rows
+// that stay contiguous, are copied.
+#include <string.h>
+
+#include <type_traits>
+
 #include "cpu/kernels.h"
 #include "cpu/matrix.h"
 

@@ -1,6 +1,8 @@
 // Row reductions on a CPU; see row_blocks.h. Short contiguous rows are transposed in the
 // first-level cache and processed as columns: one at a time, each would take 20 to 40 ns whatever
 // its length (softmax of 10 f32 elements takes 6 ns instead of 30).
+#include <type_traits>
+
 #include "cpu/kernels.h"
 #include "cpu/matrix.h"
 #include "cpu/row_blocks.h"

@@ -1,6 +1,8 @@
 // Finds queries among edges on a CPU: see ops/searchsorted.h.
 #include "ops/searchsorted.h"
 
+#include <string.h>
+
 #include "common/macros.h"
 #include "cpu/kernels.h"
 

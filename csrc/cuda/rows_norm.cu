@@ -1,5 +1,5 @@
 // Layer norm and root-mean-square norm, with an optional residual sum before them; see rows.cuh.
-// Bytes: each input array of elements is read once, each output array is written once.
+// Bytes: each input array of elements is read once, and each output array is written once.
 #include "cuda/rows.h"
 #include "cuda/rows_launch.cuh"
 

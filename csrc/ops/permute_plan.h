@@ -21,8 +21,8 @@ JOF_NAMESPACE_BEGIN
 // elements than fit in any memory.
 inline constexpr int kMaxPermuteRank = 40;
 
-// The most dimensions that the blocks of kTile enumerate, and the most that one run of kTile has.
-// Both are walked in unrolled loops.
+// kTile, kSmallTile: the most dimensions that blocks enumerate, and the most that one run has. Both
+// are walked in unrolled loops.
 inline constexpr int kMostTiled = 4, kMostJoined = 3;
 
 enum class PermuteStrategy {
@@ -139,8 +139,8 @@ inline TileRuns RunsOf(const PermutePlan& plan) {
 // powers of two, 32 each if the runs are that long.
 inline constexpr int kSmallTileShift = 10, kSmallTileUnits = 1 << kSmallTileShift;
 inline constexpr int kLeastSmallRun = 8;
-// Arrays have fewer units than this: then there are fewer than 2^16 tiles along each run, and as
-// many along the other dimensions.
+// Arrays have fewer units than this. A grid then has fewer than 2^16 blocks along y (parts of the
+// input's run) and along z (the other dimensions).
 inline constexpr int64_t kMostSmallUnits = int64_t{1} << 22;
 struct SmallTileShape {
   int in, out;
@@ -300,8 +300,8 @@ inline bool SharesSectors(const PermutePlan& plan) {
          GatheredSectors(plan, kWarpBytes / plan.unit_bytes) >= 3 * kWarpBytes;
 }
 
-// How many parts kTile splits a run of `row` bytes (kSmallTile: units) into, and how many bytes a
-// full part has.
+// How many parts kTile splits a run of `row` bytes (kSmallTile: units) into, and how many of them
+// a full part has.
 struct TileParts {
   int64_t row, covered;
   // The part of what the parts have room for that the run fills.
@@ -452,7 +452,7 @@ inline double LeastFill(const PermutePlan& plan, const TileRuns& runs, int64_t a
 // which take 2 us, are faster with kTile (0.7 to 0.8 of the time) even if its tiles are only a
 // quarter full. Where dimensions are joined, 1795 x 13 x 3 x 64 x 3 of bf16 by (4, 3, 0, 1, 2)
 // takes 18 us (kRuns: 38), and 19 x 169 x 8 x 2 x 7 x 512 of int8 by (3, 5, 0, 1, 4, 2) 101 (248).
-inline PermuteStrategy ChooseAmongLarge(const PermutePlan& plan, int64_t alignment) {
+inline PermuteStrategy ChooseWithoutSmallTiles(const PermutePlan& plan, int64_t alignment) {
   const auto applies = [&](PermuteStrategy s) { return Applies(s, plan, alignment); };
   if (plan.rank <= 1) return PermuteStrategy::kCopy;
   const auto whole = [&](int d) {
@@ -509,9 +509,10 @@ inline PermuteStrategy ChooseAmongLarge(const PermutePlan& plan, int64_t alignme
 // Whether small tiles are faster than another strategy. Measured on an H200 over 250 permutations
 // of 64 KB to 8 MB. There are enough small tiles to occupy all multiprocessors, and to move units
 // one by one takes few instructions, whatever the lengths of rows and their alignment. So they take
-// 0.4 to 0.9 of the time of kTile and kRuns, except in larger arrays of narrow units and in those
-// whose rows are whole packs (1.1 to 1.6). kGather is slower if it reads many times as many sectors
-// as it uses: 3667 x 107 bytes, transposed, take 4.1 us gathered, and 1.9 in small tiles.
+// 0.4 to 0.9 of the time of kTile and kRuns, except for narrow units (1 or 2 bytes) in larger
+// arrays, and in kTile's rows of whole packs (1.1 to 1.6). kGather is slower if it reads many times
+// as many sectors as it uses: 3667 x 107 bytes, transposed, take 4.1 us gathered, and 1.9 in small
+// tiles.
 inline bool PrefersSmallTile(const PermutePlan& plan, PermuteStrategy other, int64_t alignment) {
   if (!Applies(PermuteStrategy::kSmallTile, plan, alignment)) return false;
   const int64_t bytes = plan.units * plan.unit_bytes;
@@ -532,7 +533,7 @@ inline bool PrefersSmallTile(const PermutePlan& plan, PermuteStrategy other, int
 }
 
 inline PermuteStrategy ChooseStrategy(const PermutePlan& plan, int64_t alignment) {
-  const PermuteStrategy large = ChooseAmongLarge(plan, alignment);
+  const PermuteStrategy large = ChooseWithoutSmallTiles(plan, alignment);
   return PrefersSmallTile(plan, large, alignment) ? PermuteStrategy::kSmallTile : large;
 }
 

@@ -3,6 +3,8 @@
 // Casts between all pairs of dtypes. Compares the loops with the functor for every 8- and 16-bit
 // value and for wider values, at odd lengths and offsets, with and without subnormals treated as
 // zeros. Compares the 8-bit floats with double arithmetic.
+#include "ops/cast.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -11,7 +13,6 @@
 
 #include "check.h"
 #include "cpu/kernels.h"
-#include "ops/cast.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>

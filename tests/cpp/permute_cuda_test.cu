@@ -188,6 +188,9 @@ int main(int argc, char**) {
     run({{1503, 300, 5}, {2, 1, 0}, 4, offset, offset});
   }
 
+  // Small tiles: nearly as many blocks along z as a grid may have.
+  run({{8, 255, 257, 8}, {3, 2, 1, 0}, 1, 0, 0});
+
   // Random problems, with sizes around those of packs and tiles.
   constexpr int64_t kSizes[] = {1,  1,  2,  3,  4,  5,  7,   8,   12,  15,  16,  17,  31, 32,
                                 33, 48, 63, 64, 65, 96, 127, 128, 129, 256, 257, 500, 512};

@@ -76,6 +76,12 @@ void CheckTileRuns(const PermutePlan& plan) {
             long(runs.in.units), long(runs.out.units));
   JOF_CHECK(plan.index_bytes == 4 || plan.in_run + plan.out_run == 2, "%d and %d dimensions",
             plan.in_run, plan.out_run);
+  if (!is_small) return;
+  const SmallTileShape shape = SmallTileShapeOf(runs);
+  JOF_CHECK(shape.in * shape.out == kSmallTileUnits, "tiles of %d x %d units", shape.in, shape.out);
+  const int64_t y = (runs.in.units + shape.in - 1) / shape.in;
+  const int64_t z = plan.units / (runs.in.units * runs.out.units);
+  JOF_CHECK(y < 1 << 16 && z < 1 << 16, "a grid of %ld x %ld blocks", long(y), long(z));
 }
 
 void CheckPlan(const PermuteProblem& p) {
@@ -257,9 +263,11 @@ int main() {
       if (runs.rank <= 1) continue;
       internal::SetStrategy(&runs, PermuteStrategy::kRuns, p.alignment);
       CheckTile(runs);
-      if (!internal::Applies(PermuteStrategy::kTile, runs, p.alignment)) continue;
-      internal::SetStrategy(&runs, PermuteStrategy::kTile, p.alignment);
-      CheckTileRuns(runs);
+      for (const auto strategy : {PermuteStrategy::kTile, PermuteStrategy::kSmallTile}) {
+        if (!internal::Applies(strategy, runs, p.alignment)) continue;
+        internal::SetStrategy(&runs, strategy, p.alignment);
+        CheckTileRuns(runs);
+      }
     }
   }
 }
