@@ -216,6 +216,7 @@ int main() {
   CheckStrategy(PlanOf({4096, 51}, {1, 0}, 1), PermuteStrategy::kSmallTile, 2, 1);
   CheckStrategy(PlanOf({260, 263}, {1, 0}, 1), PermuteStrategy::kSmallTile, 2, 1);
   CheckStrategy(PlanOf({1709, 25}, {1, 0}, 1), PermuteStrategy::kGather, 2, 1);
+  CheckStrategy(PlanOf({97, 1824}, {1, 0}, 1), PermuteStrategy::kGather, 2, 1);
   // So are all arrays of up to 3 MB in units of 16 bytes.
   CheckStrategy(PlanOf({41, 4096}, {1, 0}, 16), PermuteStrategy::kGather, 2, 16);
   CheckStrategy(PlanOf({71, 32, 7, 4}, {3, 1, 0, 2}, 16), PermuteStrategy::kGather, 4, 16);
