@@ -28,8 +28,7 @@
 // inputs once. But a block then has few elements, and spends as much time on exchanging sums as on
 // these: value and gradient with silu of f32 (32, 4096, 256) on an H200 took 500 us instead of 373.
 //
-// There are separate kernels for small images, in group_norm_tiles.cuh, and for few images, in
-// group_norm_groups.cuh.
+// Groups that a block can hold in registers have kernels of their own, in group_norm_tiles.cuh.
 #include "cuda/group_norm.h"
 
 #include <algorithm>
@@ -37,7 +36,6 @@
 #include <numeric>
 
 #include "cuda/clear.h"
-#include "cuda/group_norm_groups.cuh"
 #include "cuda/group_norm_tiles.cuh"
 
 JOF_NAMESPACE_BEGIN
@@ -715,24 +713,43 @@ int64_t AlignmentOf(std::initializer_list<const void*> pointers) {
   return bytes;
 }
 
-// Calls launch(pack, plan) with the widest packs for which a block can hold a group. False if there
-// are none.
+// Calls launch(pack, plan) with the widest packs that suit, if tiles are expected to be faster.
+// Returns whether it did.
 template <typename T, int kInputs, typename Launch>
-bool TryGroupBlocks(const GroupNormProblem& p, int64_t alignment, int multiprocessors,
-                    const Launch& launch) {
+bool TryGroupTiles(const GroupNormProblem& p, int64_t alignment, int multiprocessors,
+                   const Launch& launch) {
+  bool launched = false;
   const auto attempt = [&](auto pack) {
     constexpr int V = decltype(pack)::value;
-    GroupBlocksPlan plan{};
+    GroupTilesPlan plan{};
     if (alignment % (V * sizeof(T)) != 0 ||
-        !PlanGroupBlocks(p, V, kHeldOfGroup<T, V, kInputs>, multiprocessors, &plan)) {
+        !PlanGroupTiles<V>(p, sizeof(T), kHeldOfGroup<T, V, kInputs>, multiprocessors, &plan)) {
       return false;
     }
-    launch(pack, plan);
+    launched = PrefersGroupTiles(p, plan, sizeof(T), kInputs > 1, multiprocessors);
+    if (launched) launch(pack, plan);
     return true;
   };
-  const std::integral_constant<int, kGroupPack<T, kInputs>> wide;
-  return attempt(wide) || attempt(std::integral_constant<int, 2>()) ||
-         attempt(std::integral_constant<int, 1>());
+  constexpr int kWide = kGroupPack<T, kInputs>;
+  static_cast<void>(attempt(std::integral_constant<int, kWide>()) ||
+                    attempt(std::integral_constant<int, std::min(kWide, 4)>()) ||
+                    attempt(std::integral_constant<int, 2>()) ||
+                    attempt(std::integral_constant<int, 1>()));
+  return launched;
+}
+
+// Launches a kernel of tiles, whose groups have `of_group` bytes of shared memory.
+template <typename Tile, typename Call>
+cudaError_t LaunchTiles(void (*kernel)(Call, GroupTilesPlan), const Call& call,
+                        const GroupTilesPlan& plan, int64_t of_group, cudaStream_t stream) {
+  const auto bytes = static_cast<int>(Tile::SharedBytes(plan, of_group));
+  if (bytes > 48 << 10) {
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (status != cudaSuccess) return status;
+  }
+  kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, bytes, stream>>>(call, plan);
+  return cudaGetLastError();
 }
 
 }  // namespace
@@ -757,20 +774,13 @@ cudaError_t LaunchGroupNorm(const GroupNormCall& call, cudaStream_t stream) {
     const int multiprocessors = device.multiprocessors;
     const auto launch = [&](auto silu) {
       constexpr bool kSilu = decltype(silu)::value;
-      ImageTilesPlan tiles;
-      const bool fits_tiles = PlanImageTiles(call.problem, sizeof(C), multiprocessors, &tiles);
-      const auto on_groups = [&](auto pack, const GroupBlocksPlan& plan) {
-        GroupBlocksKernel<T, decltype(pack)::value, kSilu>
-            <<<static_cast<unsigned>(plan.blocks), plan.threads, 0, stream>>>(forward, plan);
+      cudaError_t launched = cudaSuccess;
+      const auto on_tiles = [&](auto pack, const GroupTilesPlan& plan) {
+        constexpr int V = decltype(pack)::value;
+        launched = LaunchTiles<GroupTile<T, V, 1>>(GroupTilesKernel<T, V, kSilu>, forward, plan,
+                                                   sizeof(GroupStats<C>), stream);
       };
-      if (PrefersGroupBlocks(call.problem, sizeof(T), false, fits_tiles) &&
-          TryGroupBlocks<T, 1>(call.problem, alignment, multiprocessors, on_groups)) {
-        return cudaGetLastError();
-      }
-      if (fits_tiles) {
-        return LaunchBlocks<kImageThreads>(ImageTilesKernel<T, kSilu>, tiles.blocks(),
-                                           tiles.elements() * sizeof(C), stream, forward, tiles);
-      }
+      if (TryGroupTiles<T, 1>(call.problem, alignment, multiprocessors, on_tiles)) return launched;
       GroupNormPlan plan;
       return Launch<GroupNormForwardBody<T, kSilu>, 3, 3>(forward, call.problem,
                                                           alignment == kPackBytes, multiprocessors,
@@ -805,29 +815,20 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
     const int multiprocessors = device.multiprocessors;
     const auto launch = [&](auto silu) {
       constexpr bool kSilu = decltype(silu)::value;
-      const auto on_groups = [&](auto pack, const GroupBlocksPlan& plan) {
-        constexpr int V = decltype(pack)::value;
-        auto direct = backward;
-        if (call.problem.images == 1) {
-          direct.columns[0] = dbias;
-          direct.columns[1] = dscale;
-        }
-        GroupBlocksVjpKernel<T, V, kSilu><<<static_cast<unsigned>(plan.blocks), plan.threads,
-                                            plan.threads * V * sizeof(C), stream>>>(direct, plan);
-      };
       int64_t sums = 0;  // parts of backward.columns
-      ImageTilesPlan tiles;
-      const bool fits_tiles = PlanImageTiles(call.problem, 2 * sizeof(C), multiprocessors, &tiles);
-      if (PrefersGroupBlocks(call.problem, sizeof(T), true, fits_tiles) &&
-          TryGroupBlocks<T, 2>(call.problem, alignment, multiprocessors, on_groups)) {
-        status = cudaGetLastError();
-        sums = call.problem.images;
+      const auto on_tiles = [&](auto pack, const GroupTilesPlan& plan) {
+        constexpr int V = decltype(pack)::value;
+        auto tiles = backward;
+        sums = plan.parts();
+        if (sums == 1) {
+          tiles.columns[0] = dbias;
+          tiles.columns[1] = dscale;
+        }
+        status = LaunchTiles<GroupTile<T, V, 2>>(GroupTilesVjpKernel<T, V, kSilu>, tiles, plan,
+                                                 sizeof(Sums<C>), stream);
+      };
+      if (TryGroupTiles<T, 2>(call.problem, alignment, multiprocessors, on_tiles)) {
         if (sums == 1) return status;
-      } else if (fits_tiles) {
-        sums = tiles.blocks();
-        status =
-            LaunchBlocks<kImageThreads>(ImageTilesVjpKernel<T, kSilu>, tiles.blocks(),
-                                        2 * tiles.elements() * sizeof(C), stream, backward, tiles);
       } else {
         GroupNormPlan plan;
         status = Launch<GroupNormBackwardBody<T, kSilu>, 2, 2>(

@@ -1,19 +1,31 @@
-// Group norm of small images. A block has a tile of whole images in shared memory, as Compute<T>. A
-// team of lanes takes one group of an image at a time. A team has enough lanes for about eight
-// elements per lane, at most a warp. So one kernel reads each input once and writes each output
-// once, and no block waits for another.
+// Group norm of tiles that a block holds in registers: some groups of an image, or whole small
+// images. A thread has the same pack of channels in several pixels. So one kernel reads each input
+// once and writes each output once, and no block waits for another. The threads of a group exchange
+// their sums in shared memory, one for each channel, or for neighbouring channels of the same
+// group.
 //
-// The kernels of group_norm.cu have one block or more for each image, which takes microseconds.
-// Measured on an H200 in us, in bf16, with the time of those kernels in brackets:
-//                     copy   value         value and gradient
-//   372819 x 8 x 4    12     69 (10,079)   186 (20,513)
-//   8000 x 64 x 32    16     101 (223)     309 (446)
-//
-// Elements are copied one by one, so images need no alignment.
+// The kernels of group_norm.cu have one block or more for each image, which wait for each other.
+// Measured on an H200 in us, with the time of those kernels in brackets; the gradient alone:
+//                         copy   value        gradient
+//   bf16 72138 x 22 x 8   20     30 (1741)    47 (1698)
+//   bf16 18552 x 65 x 32  58     77 (523)     139 (689)
+//   f16 11462 x 8 x 512   46     89 (363)     184 (567)
+//   f32 15459 x 16 x 256  120    181 (427)    345 (586)
+//   f16 6 x 128 x 800     1.4    4.3 (15)     7.4 (18)
+//   f32 1 x 4 x 2048      1.1    2.5 (11)     3.0 (15)
+// Small images that were kept as floats in shared memory, with a team of lanes for each group, took
+// up to 5.0 (value) and 6.7 times (gradient) as long: lanes of a team read the same bank. The
+// exception is 227506 x 2 x 55 in f16, where a thread has two elements: 298 us, 147 there. If all
+// blocks run at a time, one group each is fastest, whose warps add their sums by shuffles: f32
+// 45 x 7 x 2048 took 8.1 us with two groups for each block, 4.2 with one. With at most 64
+// registers, so that 1024 threads run on a multiprocessor, 136 shapes took 1.07 times as long in
+// the mean.
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 
+#include "common/fast_divide.h"
 #include "cuda/rows.cuh"
 #include "ops/group_norm.h"
 
@@ -58,238 +70,511 @@ __device__ __forceinline__ Compute<T> VectorAt(const RowVector& vector, int chan
 template <typename C, int kValues>
 __device__ __forceinline__ void SumTeam(C (&values)[kValues], int team) {
   JOF_UNROLL
-  for (int offset = team / 2; offset > 0; offset /= 2) {
+  for (int offset = internal::kWarpSize / 2; offset > 0; offset /= 2) {
+    if (offset >= team) continue;
     JOF_UNROLL
     for (int v = 0; v < kValues; ++v) values[v] += __shfl_xor_sync(0xffffffffu, values[v], offset);
   }
 }
 
-inline constexpr int kImageThreads = 256;
-inline constexpr int kImageBytes = 32 << 10;  // the most shared memory per block
-// Blocks per multiprocessor that must have enough registers. Without this bound, nvcc spills.
-template <typename T>
-inline constexpr int kImageBlocks = kIsDouble<T> ? 4 : 5;
+inline constexpr int kMostGroupTileThreads = 768;
+inline constexpr int kGroupTileThreads = 256;  // enough for a block; a group may need more
 
-struct ImageTilesPlan {
-  int64_t images;
-  int pixels, channels, groups, width;
-  int size;    // elements of an image
-  int stride;  // from one image to the next in shared memory
-  int tile;    // images per block
-  int team;    // lanes per group
+// Elements of a pack: with eight, gradients would need too many registers.
+template <typename T, int kInputs>
+inline constexpr int kGroupPack = kInputs > 1 ? std::min(4, kPackSize<T>) : kPackSize<T>;
 
-  JOF_HOST_DEVICE int64_t blocks() const { return (images + tile - 1) / tile; }
-  JOF_HOST_DEVICE int elements() const { return tile * stride; }  // per array in shared memory
+// The most packs of each input that fit in the registers of a thread.
+template <typename T, int V, int kInputs>
+inline constexpr int kHeldOfGroup =
+    std::min(16, (kIsDouble<T> ? 56 : 112) / (V * static_cast<int>(sizeof(T)) * kInputs));
+
+// If images have one group, several pixels count as one with more channels, so that these are whole
+// packs: `channels` below is the number of these, and `real_channels` the true number.
+struct GroupTilesPlan {
+  int64_t images, blocks;
+  int pixels, channels, real_channels, groups, width;
+  int merged;                    // true pixels in one of these
+  int tile_images, tile_groups;  // of a tile
+  int tiles;                     // of an image's groups
+  int packs;                     // packs of a pixel in a tile
+  int along;                     // pixels of an image that the threads of a block have at a time
+  int threads;                   // of a block
+  // 2^joined_bits neighbouring channels are added before the exchange. Teams of 2^team_bits threads
+  // then add up the sums of a group, in so many rounds; others those of a channel.
+  int joined_bits, team_bits, team_rounds, channel_team_bits;
+  FastDivider<uint32_t> by_tiles, by_packs, by_along, by_width, by_terms, by_groups, by_channels;
+
+  JOF_HOST_DEVICE int64_t parts() const { return blocks / tiles; }
 };
 
-// Returns whether to use these kernels, and sets the plan if so. An element takes bytes_each bytes
-// of shared memory. If there are few images, it is better to have several blocks for each.
-inline bool PlanImageTiles(const GroupNormProblem& p, int64_t bytes_each, int multiprocessors,
-                           ImageTilesPlan* plan) {
-  const int64_t size = p.pixels * p.channels, most = kImageBytes / bytes_each;
-  if (size > most || p.images < multiprocessors) return false;
-  int team = 1;
-  while (team < internal::kWarpSize && 8 * team * p.groups < size) team *= 2;
-  // The stride is an odd multiple of the team, so that the teams of a warp read different banks.
-  int64_t stride = (size / team | 1) * team;
-  if (stride < size) stride += 2 * team;
-  if (stride > most) return false;
-  const int64_t each = p.images / (4 * multiprocessors);
-  *plan = {p.images,
-           static_cast<int>(p.pixels),
-           static_cast<int>(p.channels),
-           static_cast<int>(p.groups),
-           static_cast<int>(p.width()),
-           static_cast<int>(size),
-           static_cast<int>(stride),
-           static_cast<int>(std::clamp<int64_t>(each, 1, most / stride)),
-           team};
+// Plans tiles with packs of V elements of `bytes` each. False if a block cannot hold a group.
+template <int V>
+bool PlanGroupTiles(const GroupNormProblem& given, int64_t bytes, int held, int multiprocessors,
+                    GroupTilesPlan* plan) {
+  GroupNormProblem p = given;
+  const int64_t merged = V / std::gcd(p.channels, int64_t{V});
+  if (p.groups == 1 && p.pixels % merged == 0) {
+    p.pixels /= merged;
+    p.channels *= merged;
+  }
+  if (p.channels % V != 0 || p.channels > 1 << 28) return false;
+  const int64_t joined = std::gcd(p.width(), int64_t{V});
+  const int64_t unit = V / joined;                     // the fewest groups that are whole packs
+  const int64_t unit_packs = unit * p.width() / V;     // of a pixel
+  const int64_t least = (p.pixels + held - 1) / held;  // pixels at a time
+  if (least * unit_packs > kMostGroupTileThreads) return false;
+  const int64_t per_image = p.groups / unit, all_units = p.images * per_image;
+  const int64_t packs = p.images * p.pixels * p.channels / V;
+  const int64_t most_threads =
+      int64_t{kMostGroupTileThreads} * multiprocessors;  // that run at a time
+  // Few elements take narrower packs and more threads, and then a group for each block.
+  if (unit > 1 && (all_units < 2 * multiprocessors || packs * unit <= most_threads)) return false;
+  // Few elements are spread over as many threads as run at a time. Neighbouring threads load whole
+  // sectors of 32 bytes.
+  const int64_t sector = (31 + p.channels * bytes) / (p.channels * bytes);
+  const auto along_of = [&](int64_t each) {
+    const int64_t wanted = std::max((p.pixels + each - 1) / each, std::min(sector, p.pixels));
+    const int64_t along = std::clamp(wanted, least, kMostGroupTileThreads / unit_packs);
+    const int64_t rounds = (p.pixels + along - 1) / along;
+    return (p.pixels + rounds - 1) / rounds;
+  };
+  int64_t each = std::clamp<int64_t>((packs + most_threads - 1) / most_threads, 1, held);
+  int64_t along = along_of(each);
+  // Large blocks only if all of them run at a time.
+  while (along * unit_packs > kGroupTileThreads && each < held &&
+         all_units > kMostGroupTileThreads / (along * unit_packs) * multiprocessors) {
+    along = along_of(++each);
+  }
+  // A block takes several units if there are more than can run at a time.
+  const auto whole_warps = [](int64_t threads) {
+    return (threads + internal::kWarpSize - 1) / internal::kWarpSize * internal::kWarpSize;
+  };
+  int64_t units = std::clamp<int64_t>(
+      std::min(kGroupTileThreads / (along * unit_packs), all_units / multiprocessors), 1,
+      all_units);
+  if (all_units * whole_warps(along * unit_packs) <= most_threads) units = 1;
+  const int64_t images = std::max<int64_t>(units / per_image, 1);
+  const int64_t tiles = (per_image + units - 1) / units;
+  units = (per_image + tiles - 1) / tiles;  // of an image
+  GroupTilesPlan made{};
+  made.images = p.images;
+  made.blocks = (p.images + images - 1) / images * tiles;
+  made.pixels = static_cast<int>(p.pixels);
+  made.channels = static_cast<int>(p.channels);
+  made.real_channels = static_cast<int>(given.channels);
+  made.merged = static_cast<int>(p.channels / given.channels);
+  made.groups = static_cast<int>(p.groups);
+  made.width = static_cast<int>(p.width());
+  made.tile_images = static_cast<int>(images);
+  made.tile_groups = static_cast<int>(units * unit);
+  made.tiles = static_cast<int>(tiles);
+  made.packs = static_cast<int>(units * unit_packs);
+  made.along = static_cast<int>(along);
+  made.threads = static_cast<int>(whole_warps(images * along * units * unit_packs));
+  while (1 << made.joined_bits < joined) ++made.joined_bits;
+  const auto team_bits = [&](int64_t terms, int64_t sums) {
+    int bits = 0;
+    while (bits < 5 && 1 << bits < terms && 2 * sums << bits <= made.threads) ++bits;
+    return bits;
+  };
+  const int64_t terms = along * p.width() / joined;
+  made.team_bits = team_bits(terms, images * units * unit);
+  made.team_rounds = static_cast<int>(((terms - 1) >> made.team_bits) + 1);
+  made.channel_team_bits =
+      team_bits(images * along, std::min(units * unit * p.width(), given.channels));
+  const auto divider = [](int64_t by) { return FastDivider<uint32_t>(static_cast<uint32_t>(by)); };
+  made.by_tiles = divider(tiles);
+  made.by_packs = divider(made.packs);
+  made.by_along = divider(along);
+  made.by_width = divider(made.width);
+  made.by_terms = divider(made.width / joined);
+  made.by_groups = divider(made.tile_groups);
+  made.by_channels = divider(made.real_channels);
+  *plan = made;
   return true;
 }
 
-// The operations on a tile that both kernels share.
-template <typename T>
-class ImageTile {
+// Whether tiles are expected to be faster than the kernels of group_norm.cu. The times in us were
+// fitted to 100 shapes on an H200.
+inline bool PrefersGroupTiles(const GroupNormProblem& p, const GroupTilesPlan& plan, int64_t bytes,
+                              bool is_backward, int multiprocessors) {
+  const auto elements = static_cast<double>(p.size()), images = static_cast<double>(p.images);
+  // Whole sectors of 32 bytes are loaded.
+  const auto run = static_cast<double>(int64_t{plan.tile_groups} * plan.width * bytes);
+  const double loaded = elements * (plan.tiles > 1 ? std::max(1.0, 32 / run) : 1);
+  // Of large blocks, a multiprocessor runs one at a time, which does not compute while it loads.
+  const bool are_large = 2 * plan.threads > kMostGroupTileThreads && plan.blocks > multiprocessors;
+  if (is_backward) {
+    return 2 + loaded * (are_large ? 9e-6 : 4.5e-6) < 15 + elements * 5e-6 + images * 0.03;
+  }
+  return 2 + loaded * (are_large ? 3.6e-6 : 3e-6) < 10 + elements * 3.4e-6 + images * 0.02;
+}
+
+// What both kernels share.
+template <typename T, int V, int kInputs>
+class GroupTile {
  public:
   using C = Compute<T>;
+  using Stats = GroupStats<C>;
+  static constexpr int kHeld = kHeldOfGroup<T, V, kInputs>;
 
-  __device__ __forceinline__ explicit ImageTile(const ImageTilesPlan& plan) : plan_(plan) {
-    first_ = int64_t{blockIdx.x} * plan.tile;
-    images_ = static_cast<int>(min(plan.images - first_, int64_t{plan.tile}));
-    lane_ = threadIdx.x & (plan.team - 1);
-    pixel_ = lane_ / plan.width;
-    pixel_step_ = plan.team / plan.width;
+  // Bytes of shared memory: two values for each column of each thread, then `of_group` bytes for
+  // each group.
+  static int64_t SharedBytes(const GroupTilesPlan& plan, int64_t of_group) {
+    return 2 * V * StrideOf(plan) * int64_t{sizeof(C)} +
+           int64_t{plan.tile_images} * plan.tile_groups * of_group;
   }
 
-  // The tile of an array in shared memory.
-  __device__ __forceinline__ C* Place(int array) const {
-    extern __shared__ uint4 slots[];
-    return reinterpret_cast<C*>(slots) + array * plan_.elements();
-  }
-
-  __device__ __forceinline__ void Load(const T* array, C* tile) const {
-    ForEachElement([&](int64_t at, int place) {
-      tile[place] = Accumulator<T>::Load(LoadPack<1>(array + at).elem[0]);
+  // Loads the tile.
+  __device__ __forceinline__ GroupTile(const T* const (&in)[kInputs], const GroupTilesPlan& plan)
+      : plan_(plan) {
+    uint32_t tile, pixel, thread_pack;
+    const uint32_t tile_image = plan.by_tiles.DivMod(blockIdx.x, &tile);
+    const uint32_t member = plan.by_packs.DivMod(threadIdx.x, &thread_pack);
+    const uint32_t image = plan.by_along.DivMod(member, &pixel);
+    first_image_ = int64_t{tile_image} * plan.tile_images;
+    images_ = static_cast<int>(min(plan.images - first_image_, int64_t{plan.tile_images}));
+    first_group_ = static_cast<int>(tile) * plan.tile_groups;
+    groups_ = min(plan.groups - first_group_, plan.tile_groups);
+    column_ = static_cast<int>(thread_pack) * V;
+    const bool is_active = static_cast<int>(image) < images_ && column_ < columns();
+    left_ = is_active ? plan.pixels - static_cast<int>(pixel) : 0;
+    uint32_t column;  // in the group
+    group_ = static_cast<int>(image * groups_ + plan.by_width.DivMod(column_, &column));
+    in_group_ = static_cast<int>(column);
+    at_ = ((first_image_ + image) * plan.pixels + pixel) * plan.channels + channel();
+    ForEachPack([&](int k, int64_t at) {
+      JOF_UNROLL
+      for (int a = 0; a < kInputs; ++a) x_[a][k] = LoadPack<V>(in[a] + at);
     });
   }
-  __device__ __forceinline__ void Store(T* array, const C* tile) const {
-    ForEachElement([&](int64_t at, int place) { array[at] = Accumulator<T>::Store(tile[place]); });
+
+  __device__ __forceinline__ int first_channel() const { return first_group_ * plan_.width; }
+  __device__ __forceinline__ C Count() const {
+    return static_cast<C>(int64_t{plan_.pixels} * plan_.width);
+  }
+  // The index of a group of the tile among all groups.
+  __device__ __forceinline__ int64_t IndexOf(int group) const {
+    const int image = static_cast<int>(plan_.by_groups.Divide(group));
+    return (first_image_ + image) * plan_.groups + first_group_ + group - image * groups_;
+  }
+  // Shared memory for the groups of the tile.
+  template <typename S>
+  __device__ __forceinline__ S* Groups() const {
+    return reinterpret_cast<S*>(Slots(2 * V));
+  }
+  __device__ __forceinline__ C Get(int array, int k, int j) const {
+    return Accumulator<T>::Load(x_[array][k].elem[j]);
   }
 
-  // Calls visit(index of the group, is_leader, for_each) with a team for each group.
-  // for_each(of_element) calls of_element(place in the tile, channel) for the lane's elements. In
-  // the last round, teams that have no group have no elements and no leader.
-  template <typename Visit>
-  __device__ __forceinline__ void ForEachGroup(const Visit& visit) const {
-    const int teams = kImageThreads / plan_.team, items = images_ * plan_.groups;
-    for (int first = 0; first < items; first += teams) {
-      const int item = first + static_cast<int>(threadIdx.x) / plan_.team;
-      const int image = item / plan_.groups, channel = item % plan_.groups * plan_.width;
-      visit(first_ * plan_.groups + item, item < items && lane_ == 0, [&](const auto& of_element) {
-        int place = image * plan_.stride + pixel_ * plan_.channels + channel;
-        int c = lane_ - pixel_ * plan_.width;
-#pragma unroll 4
-        for (int i = item < items ? lane_ : Count(); i < Count(); i += plan_.team) {
-          of_element(place + c, channel + c);
-          place += pixel_step_ * plan_.channels;
-          c += plan_.team - pixel_step_ * plan_.width;
-          if (c < plan_.width) continue;
-          c -= plan_.width;
-          place += plan_.channels;
-        }
-      });
-    }
-  }
-  __device__ __forceinline__ int Count() const { return plan_.pixels * plan_.width; }
-
-  // Computes two sums over all pixels for each channel, in a fixed order. of(place, sums) adds the
-  // terms of an element.
-  template <typename Of>
-  __device__ __forceinline__ void SumChannels(C* first, C* second, const Of& of) const {
-    int sharers = 1;
-    while (sharers < internal::kWarpSize && 2 * sharers * plan_.channels <= kImageThreads) {
-      sharers *= 2;
-    }
-    const int lane = threadIdx.x & (sharers - 1);
-    for (int begin = 0; begin < plan_.channels; begin += kImageThreads / sharers) {
-      const int c = begin + static_cast<int>(threadIdx.x) / sharers;
-      const int end = c < plan_.channels ? images_ * plan_.pixels : 0;
-      C sums[2] = {};
-      for (int i = lane; i < end; i += sharers) {
-        const int image = i / plan_.pixels;
-        of(image * (plan_.stride - plan_.size) + i * plan_.channels + c, sums);
+  // The elements of this thread's channels in a row vector.
+  __device__ __forceinline__ void Load(const RowVector& vector, C missing, C (&v)[V]) const {
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) v[j] = missing;
+    if (vector.data == nullptr || left_ == 0) return;
+    uint32_t at;
+    plan_.by_channels.DivMod(channel(), &at);
+    const auto load = [&](const auto* data) {
+      using S = std::decay_t<decltype(*data)>;
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        v[j] = static_cast<C>(Accumulator<S>::Load(data[at]));
+        if (++at == static_cast<uint32_t>(plan_.real_channels)) at = 0;
       }
-      SumTeam(sums, sharers);
-      if (end == 0 || lane != 0) continue;
+    };
+    if (vector.is_f32) {
+      load(static_cast<const float*>(vector.data));
+    } else {
+      load(static_cast<const T*>(vector.data));
+    }
+  }
+
+  // Calls set(j, of_group(group)) for this thread's channels.
+  template <typename OfGroup, typename Set>
+  __device__ __forceinline__ void ForEachColumn(const OfGroup& of_group, const Set& set) const {
+    if (left_ == 0) return;
+    int group = group_, column = in_group_;
+    auto value = of_group(group);
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      set(j, value);
+      if (j + 1 == V || ++column < plan_.width) continue;
+      column = 0;
+      value = of_group(++group);
+    }
+  }
+
+  // Calls visit(k, index in the arrays) for each pack that this thread has.
+  template <typename Visit>
+  __device__ __forceinline__ void ForEachPack(const Visit& visit) const {
+    JOF_UNROLL
+    for (int k = 0; k < kHeld; ++k) {
+      if (k * plan_.along >= plan_.pixels) break;  // nobody has it
+      if (k * plan_.along < left_) {
+        visit(k, at_ + int64_t{k} * plan_.along * plan_.channels);
+      }
+    }
+  }
+
+  // Makes the compiler convert 16-bit elements again at their next use: it would keep all of them
+  // as floats, and there are not enough registers for these.
+  __device__ __forceinline__ void DropConverted() {
+    if constexpr (kIsNarrow<T> && sizeof(Pack<T, V>) % sizeof(uint32_t) == 0) {
+      JOF_UNROLL
+      for (int a = 0; a < kInputs; ++a) {
+        JOF_UNROLL
+        for (int k = 0; k < kHeld; ++k) {
+          auto* const words = reinterpret_cast<uint32_t*>(&x_[a][k]);
+          JOF_UNROLL
+          for (int w = 0; w < static_cast<int>(sizeof(Pack<T, V>) / sizeof(uint32_t)); ++w) {
+            asm volatile("" : "+r"(words[w]));
+          }
+        }
+      }
+    }
+  }
+
+  // Adds up values of the channels for each group, in a fixed order, and calls of_group(group,
+  // sums) in one thread of the group's team.
+  template <int kValues, typename OfGroup>
+  __device__ __forceinline__ void SumGroups(const C (&columns)[kValues][V],
+                                            const OfGroup& of_group) const {
+    if (plan_.tile_images * plan_.tile_groups == 1) return SumGroup(columns, of_group);
+    const int slots = V >> plan_.joined_bits, of_pixel = plan_.width >> plan_.joined_bits;
+    JOF_UNROLL
+    for (int v = 0; v < kValues; ++v) {
+      C sum = 0;
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) {
+        sum += columns[v][j];
+        if ((j + 1) & ((1 << plan_.joined_bits) - 1)) continue;
+        Slots(v * slots + (j >> plan_.joined_bits))[threadIdx.x] = sum;
+        sum = 0;
+      }
+    }
+    __syncthreads();
+    const int slot_bits = kPackBits - plan_.joined_bits, team_bits = plan_.team_bits;
+    const int lane = threadIdx.x & ((1 << team_bits) - 1);
+    const int terms = plan_.along * of_pixel, groups = images_ * groups_;
+    for (int first = 0; first < groups; first += plan_.threads >> team_bits) {
+      const int g = first + static_cast<int>(threadIdx.x >> team_bits);
+      const int image = static_cast<int>(plan_.by_groups.Divide(g));
+      const int begin = (g - image * groups_) * of_pixel;
+      C sums[kValues] = {};
+#pragma unroll 4
+      for (int round = 0; round < plan_.team_rounds; ++round) {
+        const int term = (round << team_bits) + lane;
+        if (g >= groups || term >= terms) continue;
+        uint32_t slot;
+        const int pixel = static_cast<int>(plan_.by_terms.DivMod(term, &slot));
+        slot += begin;
+        const int thread = (image * plan_.along + pixel) * plan_.packs + (slot >> slot_bits);
+        JOF_UNROLL
+        for (int v = 0; v < kValues; ++v)
+          sums[v] += Slots(v * slots + (slot & (slots - 1)))[thread];
+      }
+      SumTeam(sums, 1 << team_bits);
+      if (g < groups && lane == 0) of_group(g, sums);
+    }
+    __syncthreads();
+  }
+
+  // Adds up values of each channel over the tile, in a fixed order, into the targets.
+  __device__ __forceinline__ void SumChannels(const C (&values)[2][V], C* first, C* second) const {
+    JOF_UNROLL
+    for (int v = 0; v < 2; ++v) {
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) Slots(v * V + j)[threadIdx.x] = values[v][j];
+    }
+    __syncthreads();
+    const int channels = min(columns(), plan_.real_channels), members = images_ * plan_.along;
+    const int team_bits = plan_.channel_team_bits, lane = threadIdx.x & ((1 << team_bits) - 1);
+    for (int begin = 0; begin < channels; begin += plan_.threads >> team_bits) {
+      const int c = begin + static_cast<int>(threadIdx.x >> team_bits);
+      C sums[2] = {};
+      for (int i = 0; i < (c < channels ? plan_.merged : 0); ++i) {
+        const int column = c + i * channels;
+        for (int m = lane; m < members; m += 1 << team_bits) {
+          JOF_UNROLL
+          for (int v = 0; v < 2; ++v) {
+            sums[v] += Slots(v * V + column % V)[m * plan_.packs + column / V];
+          }
+        }
+      }
+      SumTeam(sums, 1 << team_bits);
+      if (c >= channels || lane != 0) continue;
       first[c] = sums[0];
       second[c] = sums[1];
     }
   }
 
- private:
-  // Calls visit(index in the arrays, place in the tile) for this thread's elements.
-  template <typename Visit>
-  __device__ __forceinline__ void ForEachElement(const Visit& visit) const {
-    const int count = images_ * plan_.size, step = kImageThreads / plan_.size;
-    int image = static_cast<int>(threadIdx.x) / plan_.size;
-    int element = static_cast<int>(threadIdx.x) - image * plan_.size;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < count; i += kImageThreads) {
-      visit(first_ * plan_.size + i, image * plan_.stride + element);
-      image += step;
-      element += kImageThreads - step * plan_.size;
-      if (element < plan_.size) continue;
-      element -= plan_.size;
-      ++image;
-    }
+  // Maps all elements: map(k, j) returns the result.
+  template <typename Map>
+  __device__ __forceinline__ void Store(T* out, const Map& map) const {
+    ForEachPack([&](int k, int64_t at) {
+      Pack<T, V> pack;
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) pack.elem[j] = Accumulator<T>::Store(map(k, j));
+      StorePack(out + at, pack);
+    });
   }
 
-  const ImageTilesPlan& plan_;
-  int64_t first_;           // first image of this tile
-  int images_;              // images of this tile
-  int lane_;                // lane of the team
-  int pixel_, pixel_step_;  // pixel of the lane's first element, pixels to its next one
+ private:
+  static constexpr int kPackBits = V == 1 ? 0 : V == 2 ? 1 : V == 4 ? 2 : 3;
+  // As SumGroups, if the tile is one group.
+  template <int kValues, typename OfGroup>
+  __device__ __forceinline__ void SumGroup(const C (&columns)[kValues][V],
+                                           const OfGroup& of_group) const {
+    C sums[kValues] = {};
+    JOF_UNROLL
+    for (int v = 0; v < kValues; ++v) {
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) sums[v] += columns[v][j];
+    }
+    SumTeam(sums, internal::kWarpSize);
+    const int warps = plan_.threads / internal::kWarpSize;
+    const int lane = threadIdx.x % internal::kWarpSize, warp = threadIdx.x / internal::kWarpSize;
+    if (warps > 1) {
+      if (lane == 0) {
+        JOF_UNROLL
+        for (int v = 0; v < kValues; ++v) Slots(v)[warp] = sums[v];
+      }
+      __syncthreads();
+      if (warp == 0) {
+        JOF_UNROLL
+        for (int v = 0; v < kValues; ++v) sums[v] = lane < warps ? Slots(v)[lane] : C(0);
+        SumTeam(sums, internal::kWarpSize);
+      }
+    }
+    if (threadIdx.x == 0) of_group(0, sums);
+    __syncthreads();
+  }
+
+  // From the values of one column to those of the next: neighbouring columns of neighbouring
+  // threads lie in different banks.
+  JOF_HOST_DEVICE static int StrideOf(const GroupTilesPlan& plan) {
+    return plan.threads + internal::kWarpSize / V;
+  }
+  __device__ __forceinline__ C* Slots(int column) const {
+    extern __shared__ uint4 slots[];
+    return reinterpret_cast<C*>(slots) + column * StrideOf(plan_);
+  }
+  __device__ __forceinline__ int columns() const { return groups_ * plan_.width; }
+  __device__ __forceinline__ int channel() const { return first_channel() + column_; }
+
+  const GroupTilesPlan& plan_;
+  int64_t first_image_;  // of the tile
+  int images_;           // images of the tile
+  int first_group_, groups_;
+  int column_;            // this thread's first one in the tile
+  int group_, in_group_;  // the group in the tile of that, and its column in the group
+  int left_;              // pixels from this thread's first one on
+  int64_t at_;            // index of this thread's first element
+  Pack<T, V> x_[kInputs][kHeld];
 };
 
-template <typename T, bool kSilu>
-__global__ void __launch_bounds__(kImageThreads, kImageBlocks<T>)
-    ImageTilesKernel(const __grid_constant__ GroupNormForward<T> call,
-                     const __grid_constant__ ImageTilesPlan plan) {
+template <typename T, int V, bool kSilu>
+__global__ void __launch_bounds__(kMostGroupTileThreads, 1)
+    GroupTilesKernel(const __grid_constant__ GroupNormForward<T> call,
+                     const __grid_constant__ GroupTilesPlan plan) {
   using C = Compute<T>;
   using Moments = GroupMoments<C>;
-  const ImageTile<T> tile(plan);
-  C* const x = tile.Place(0);
-  tile.Load(call.in[0], x);
-  __syncthreads();
-  const C count = static_cast<C>(tile.Count());
-  tile.ForEachGroup([&](int64_t group, bool is_leader, const auto& for_each) {
-    C sum[1] = {}, terms[2] = {};
-    for_each([&](int at, int) { sum[0] += x[at]; });
-    SumTeam(sum, plan.team);
-    const C centre = Moments::Centre(sum[0], count);
-    for_each([&](int at, int) {
-      const Sums<C> term = Moments::Term(x[at], centre);
-      terms[0] += term.first;
-      terms[1] += term.second;
-    });
-    SumTeam(terms, plan.team);
-    const auto stats =
-        GroupStats<C>::Of(Moments::Of(centre, {terms[0], terms[1]}, count), call.epsilon);
-    for_each([&](int at, int channel) {
-      const C y = MulAdd(stats.Normalized(x[at]), VectorAt<T>(call.scale, channel, C(1)),
-                         VectorAt<T>(call.bias, channel, C(0)));
-      x[at] = kSilu ? Silu<T>()(y) : y;
-    });
-    if (is_leader) call.stats[group] = stats;
+  using Stats = GroupStats<C>;
+  GroupTile<T, V, 1> tile(call.in, plan);
+  Stats* const stats = tile.template Groups<Stats>();
+  // The rest of the mean, its difference from the rounded centre, does not matter in 16 bits.
+  constexpr bool kHasRest = !kIsNarrow<T>;
+  constexpr int kTerms = kHasRest ? 2 : 1;
+  C sum[1][V] = {}, terms[kTerms][V] = {}, centre[V], rest[V], factor[V], bias[V];
+  tile.Load(call.scale, C(1), factor);
+  tile.Load(call.bias, C(0), bias);
+  tile.ForEachPack([&](int k, int64_t) {
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) sum[0][j] += tile.Get(0, k, j);
   });
-  __syncthreads();
-  tile.Store(call.out, x);
+  tile.SumGroups(sum, [&](int group, const C(&sums)[1]) {
+    stats[group].centre = Moments::Centre(sums[0], tile.Count());
+  });
+  tile.DropConverted();
+  tile.ForEachColumn([&](int group) { return stats[group].centre; },
+                     [&](int j, C of_group) { centre[j] = of_group; });
+  tile.ForEachPack([&](int k, int64_t) {
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      const Sums<C> term = Moments::Term(tile.Get(0, k, j), centre[j]);
+      if (kHasRest) terms[0][j] += term.first;
+      terms[kTerms - 1][j] += term.second;
+    }
+  });
+  tile.SumGroups(terms, [&](int group, const C(&sums)[kTerms]) {
+    const auto moments = Moments::Of(stats[group].centre,
+                                     {kHasRest ? sums[0] : C(0), sums[kTerms - 1]}, tile.Count());
+    call.stats[tile.IndexOf(group)] = stats[group] = Stats::Of(moments, call.epsilon);
+  });
+  tile.DropConverted();
+  tile.ForEachColumn([&](int group) { return stats[group]; },
+                     [&](int j, const Stats& of_group) {
+                       rest[j] = of_group.rest;
+                       factor[j] *= of_group.rstd;
+                     });
+  tile.Store(call.out, [&](int k, int j) {
+    C centred = tile.Get(0, k, j) - centre[j];
+    if (kHasRest) centred -= rest[j];
+    const C y = MulAdd(centred, factor[j], bias[j]);
+    return kSilu ? Silu<T>()(y) : y;
+  });
 }
 
-// Each block writes one part of call.columns.
-template <typename T, bool kSilu>
-__global__ void __launch_bounds__(kImageThreads, kImageBlocks<T>)
-    ImageTilesVjpKernel(const __grid_constant__ GroupNormBackward<T> call,
-                        const __grid_constant__ ImageTilesPlan plan) {
+// Each block writes the partial gradients of bias and scale for its channels.
+template <typename T, int V, bool kSilu>
+__global__ void __launch_bounds__(kMostGroupTileThreads, 1)
+    GroupTilesVjpKernel(const __grid_constant__ GroupNormBackward<T> call,
+                        const __grid_constant__ GroupTilesPlan plan) {
   using C = Compute<T>;
   using Vjp = NormVjp<C, true>;
-  const ImageTile<T> tile(plan);
-  C *const x = tile.Place(0), *const ct = tile.Place(1);
-  tile.Load(call.in[0], x);
-  tile.Load(call.in[1], ct);
-  __syncthreads();
-  // Normalizes the elements, and turns the cotangents into those of silu's argument.
-  tile.ForEachGroup([&](int64_t group, bool, const auto& for_each) {
-    for_each([&](int at, int channel) {
-      x[at] = call.stats[group].Normalized(x[at]);
-      if constexpr (!kSilu) return;
-      const C y = MulAdd(x[at], VectorAt<T>(call.scale, channel, C(1)),
-                         VectorAt<T>(call.bias, channel, C(0)));
-      ct[at] = Silu<T>().Vjp(y, ct[at]);
-    });
+  using Stats = GroupStats<C>;
+  GroupTile<T, V, 2> tile(call.in, plan);
+  auto* const means = tile.template Groups<Sums<C>>();
+  Stats stats[V];
+  Sums<C> mean[V];
+  C scale[V], bias[V], of_channel[2][V] = {}, terms[2][V];
+  tile.ForEachColumn([&](int group) { return call.stats[tile.IndexOf(group)]; },
+                     [&](int j, const Stats& of_group) { stats[j] = of_group; });
+  tile.Load(call.scale, C(1), scale);
+  tile.Load(call.bias, C(0), bias);
+  const auto normalized = [&](int k, int j) { return stats[j].Normalized(tile.Get(0, k, j)); };
+  // The cotangent of silu's argument, or dy if there is no silu.
+  const auto cotangent = [&](C x, int k, int j) {
+    const C dy = tile.Get(1, k, j);
+    return kSilu ? Silu<T>().Vjp(MulAdd(x, scale[j], bias[j]), dy) : dy;
+  };
+  tile.ForEachPack([&](int k, int64_t) {
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      const C x = normalized(k, j), g = cotangent(x, k, j);
+      of_channel[0][j] += g;
+      of_channel[1][j] = MulAdd(g, x, of_channel[1][j]);
+    }
   });
-  __syncthreads();
-  const int64_t part = int64_t{blockIdx.x} * call.columns_step;
-  tile.SumChannels(call.columns[0] + part, call.columns[1] + part, [&](int at, C(&sums)[2]) {
-    sums[0] += ct[at];
-    sums[1] = MulAdd(ct[at], x[at], sums[1]);
+  JOF_UNROLL
+  for (int v = 0; v < 2; ++v) {
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) terms[v][j] = of_channel[v][j] * scale[j];
+  }
+  tile.SumGroups(terms, [&](int group, const C(&sums)[2]) {
+    means[group] = {Quotient<T>(sums[0], tile.Count()), Quotient<T>(sums[1], tile.Count())};
   });
-  __syncthreads();
-  const C count = static_cast<C>(tile.Count());
-  tile.ForEachGroup([&](int64_t group, bool, const auto& for_each) {
-    C terms[2] = {};
-    for_each([&](int at, int channel) {
-      ct[at] *= VectorAt<T>(call.scale, channel, C(1));
-      const Sums<C> term = Vjp::Term(x[at], ct[at]);
-      terms[0] += term.first;
-      terms[1] += term.second;
-    });
-    SumTeam(terms, plan.team);
-    const Sums<C> mean = {Quotient<T>(terms[0], count), Quotient<T>(terms[1], count)};
-    for_each([&](int at, int) { x[at] = Vjp::Map(x[at], ct[at], mean, call.stats[group].rstd); });
+  const int64_t columns =
+      int64_t{blockIdx.x} / plan.tiles * call.columns_step + tile.first_channel();
+  tile.SumChannels(of_channel, call.columns[0] + columns, call.columns[1] + columns);
+  tile.DropConverted();
+  tile.ForEachColumn([&](int group) { return means[group]; },
+                     [&](int j, const Sums<C>& of_group) { mean[j] = of_group; });
+  tile.Store(call.out, [&](int k, int j) {
+    const C x = normalized(k, j);
+    return Vjp::Map(x, cotangent(x, k, j) * scale[j], mean[j], stats[j].rstd);
   });
-  __syncthreads();
-  tile.Store(call.out, x);
 }
 
 JOF_NAMESPACE_END

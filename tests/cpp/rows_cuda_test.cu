@@ -13,6 +13,7 @@
 
 #include "cuda/compiled_rows.cuh"
 #include "cuda/group_norm.h"
+#include "cuda/group_norm_tiles.cuh"
 #include "cuda/rows.h"
 #include "cuda/rows_launch.cuh"
 #include "device.h"
@@ -531,21 +532,22 @@ void TestGroupNorm(const RowsProblem& p, int64_t groups, int64_t parts, bool sil
 }
 
 // A pixel's channels fill packs, fill packs only with other pixels, or do not fill packs. Groups
-// span several packs, or share one. Images are held, also more images than thread blocks, or
-// processed in tiles. Small images: a thread block has one or several, or several in the gradient
-// only. Few images: a thread block has some groups, one group, or one in the forward kernel only.
+// span several packs, or share one, or straddle two. A block holds several images, the last one
+// fewer; or an image; or several groups of an image, the last one fewer; or one group. Larger
+// groups have several blocks.
 template <typename T>
 int64_t TestGroupNorms(bool brief) {
   struct Images {
     RowsProblem p;
     int64_t groups, parts;
   };
-  std::vector<Images> all = {{{3, 64, 32}, 4, 2},    {{2, 50, 64}, 64, 8},  {{2, 49, 30}, 10, 3},
-                             {{1, 7, 5}, 1, 7},      {{3, 100, 15}, 3, 1},  {{5, 1, 8}, 2, 1},
-                             {{2, 33, 3000}, 30, 9}, {{300, 8, 4}, 1, 1},   {{1500, 1, 1}, 1, 1},
-                             {{150, 7, 15}, 3, 2},   {{140, 3, 64}, 64, 3}, {{150, 5, 96}, 32, 5},
-                             {{1, 1, 2048}, 32, 1},  {{1, 1301, 17}, 1, 2}, {{40, 60, 96}, 32, 2},
-                             {{1, 300, 63}, 7, 3},   {{140, 40, 300}, 6, 2}};
+  std::vector<Images> all = {
+      {{3, 64, 32}, 4, 2},    {{2, 50, 64}, 64, 8},  {{2, 49, 30}, 10, 3},   {{1, 7, 5}, 1, 7},
+      {{3, 100, 15}, 3, 1},   {{5, 1, 8}, 2, 1},     {{2, 33, 3000}, 30, 9}, {{300, 8, 4}, 1, 1},
+      {{1500, 1, 1}, 1, 1},   {{150, 7, 15}, 3, 2},  {{140, 3, 64}, 64, 3},  {{150, 5, 96}, 32, 5},
+      {{1, 1, 2048}, 32, 1},  {{1, 1301, 17}, 1, 2}, {{40, 60, 96}, 32, 2},  {{1, 300, 63}, 7, 3},
+      {{140, 40, 300}, 6, 2}, {{150, 5, 24}, 8, 1},  {{2, 333, 40}, 8, 2},   {{1, 901, 80}, 8, 2},
+      {{700, 3, 20}, 5, 1},   {{9, 77, 56}, 14, 1},  {{1, 2000, 22}, 2, 3}};
   if (!brief) {
     all.push_back({{2, 4096, 256}, 32, 64});
     all.push_back({{700, 64, 320}, 32, 4});
@@ -605,6 +607,43 @@ int64_t TestType(const RowsProblem& p, int64_t step) {
     }
   }
   return launches;
+}
+
+// Tiles must cover all images and groups, blocks must fit a multiprocessor, and threads must not
+// hold more packs than they have registers for.
+template <typename T, int V, int kInputs>
+int64_t TestGroupTilePlans() {
+  using Tile = GroupTile<T, V, kInputs>;
+  int64_t plans = 0, failures = 0;
+  unsigned seed = V;
+  const auto draw = [&](int64_t most) {
+    seed = seed * 1664525u + 1013904223u;
+    return 1 + int64_t{seed >> 8} % (int64_t{1} << (1 + (seed >> 3) % 31)) % most;
+  };
+  for (int i = 0; i < 200000; ++i) {
+    const int64_t groups = draw(64), width = draw(200);
+    const GroupNormProblem p{draw(1000000), draw(5000), groups * width, groups};
+    GroupTilesPlan plan{};
+    if (!PlanGroupTiles<V>(p, sizeof(T), Tile::kHeld, 132, &plan)) continue;
+    ++plans;
+    const bool is_right =
+        plan.pixels * plan.merged == p.pixels && plan.channels == p.channels * plan.merged &&
+        plan.threads <= kMostGroupTileThreads && int64_t{plan.along} * Tile::kHeld >= plan.pixels &&
+        plan.tile_images * plan.along * plan.packs <= plan.threads &&
+        plan.packs * V == plan.tile_groups * plan.width &&
+        plan.tiles * plan.tile_groups >= groups && (plan.tiles - 1) * plan.tile_groups < groups &&
+        (plan.tiles == 1 || plan.tile_images == 1) && plan.parts() * plan.tile_images >= p.images &&
+        (plan.parts() - 1) * plan.tile_images < p.images &&
+        plan.team_rounds << plan.team_bits >= plan.along * plan.width >> plan.joined_bits &&
+        Tile::SharedBytes(plan, sizeof(GroupStats<Compute<T>>)) <= 99 << 10;
+    if (is_right) continue;
+    ++failures;
+    std::printf("wrong tiles: pack %d, %ld x %ld x %ld, %ld groups\n", V, long(p.images),
+                long(p.pixels), long(p.channels), long(groups));
+  }
+  std::printf("%ld plans of tiles with packs of %d, %ld failures\n", long(plans), V,
+              long(failures));
+  return failures + (plans < 1000);
 }
 
 // The lanes of few rows, on a GPU with 132 multiprocessors; 0: they have no instance of their own.
@@ -724,7 +763,12 @@ int main(int argc, char** argv) {
   const bool brief = argc > 1 && std::strcmp(argv[1], "brief") == 0;  // under compute-sanitizer
   const auto wanted = [=](const char* part) { return argc < 3 || std::strcmp(argv[2], part) == 0; };
   std::atexit([] { std::fprintf(stderr, "ended with %s\n", at_work.c_str()); });
-  int64_t launches = 0, failures = wanted("plans") ? TestWidePlans() : 0;
+  int64_t launches = 0, failures = 0;
+  if (wanted("plans")) {
+    failures +=
+        TestWidePlans() + TestGroupTilePlans<Half, 8, 1>() + TestGroupTilePlans<Half, 4, 2>();
+    failures += TestGroupTilePlans<float, 4, 2>() + TestGroupTilePlans<double, 1, 1>();
+  }
   // Rows whose elements are strided.
   const std::vector<RowsProblem> strided = {{3, 5, 7},   {2, 33, 64},  {1, 1000, 24},
                                             {40, 12, 2}, {2, 300, 40}, {1, 3000, 16},
