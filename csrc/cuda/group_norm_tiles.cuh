@@ -77,8 +77,12 @@ __device__ __forceinline__ void SumTeam(C (&values)[kValues], int team) {
   }
 }
 
-inline constexpr int kMostGroupTileThreads = 768;
 inline constexpr int kGroupTileThreads = 256;  // enough for a block; a group may need more
+// So many threads run on a multiprocessor at a time. Packs would need too many registers if more
+// did. If a group's pixel has more single elements, its block is larger.
+inline constexpr int kRunningTileThreads = 768;
+template <int V>
+inline constexpr int kMostGroupTileThreads = V == 1 ? 1024 : kRunningTileThreads;
 
 // Elements of a pack: with eight, gradients would need too many registers.
 template <typename T, int kInputs>
@@ -87,7 +91,7 @@ inline constexpr int kGroupPack = kInputs > 1 ? std::min(4, kPackSize<T>) : kPac
 // The most packs of each input that fit in the registers of a thread.
 template <typename T, int V, int kInputs>
 inline constexpr int kHeldOfGroup =
-    std::min(16, (kIsDouble<T> ? 56 : 112) / (V * static_cast<int>(sizeof(T)) * kInputs));
+    std::min(16, (kIsDouble<T> ? 40 : 112) / (V * static_cast<int>(sizeof(T)) * kInputs));
 
 // If images have one group, several pixels count as one with more channels, so that these are whole
 // packs: `channels` below is the number of these, and `real_channels` the true number.
@@ -123,19 +127,25 @@ bool PlanGroupTiles(const GroupNormProblem& given, int64_t bytes, int held, int 
   const int64_t unit = V / joined;                     // the fewest groups that are whole packs
   const int64_t unit_packs = unit * p.width() / V;     // of a pixel
   const int64_t least = (p.pixels + held - 1) / held;  // pixels at a time
-  if (least * unit_packs > kMostGroupTileThreads) return false;
+  if (least * unit_packs > kMostGroupTileThreads<V>) return false;
   const int64_t per_image = p.groups / unit, all_units = p.images * per_image;
   const int64_t packs = p.images * p.pixels * p.channels / V;
   const int64_t most_threads =
-      int64_t{kMostGroupTileThreads} * multiprocessors;  // that run at a time
-  // Few elements take narrower packs and more threads, and then a group for each block.
-  if (unit > 1 && (all_units < 2 * multiprocessors || packs * unit <= most_threads)) return false;
+      int64_t{kRunningTileThreads} * multiprocessors;  // that run at a time
+  // Few elements take narrower packs and more threads if these can hold a group, and then a group
+  // for each block.
+  const int64_t narrow_held = std::min<int64_t>(16, held * unit);
+  const int64_t narrow_threads = (p.pixels + narrow_held - 1) / narrow_held * p.width() / joined;
+  if (unit > 1 && narrow_threads <= kRunningTileThreads &&
+      (all_units < 2 * multiprocessors || packs * unit <= most_threads)) {
+    return false;
+  }
   // Few elements are spread over as many threads as run at a time. Neighbouring threads load whole
   // sectors of 32 bytes.
   const int64_t sector = (31 + p.channels * bytes) / (p.channels * bytes);
   const auto along_of = [&](int64_t each) {
     const int64_t wanted = std::max((p.pixels + each - 1) / each, std::min(sector, p.pixels));
-    const int64_t along = std::clamp(wanted, least, kMostGroupTileThreads / unit_packs);
+    const int64_t along = std::clamp(wanted, least, kMostGroupTileThreads<V> / unit_packs);
     const int64_t rounds = (p.pixels + along - 1) / along;
     return (p.pixels + rounds - 1) / rounds;
   };
@@ -143,7 +153,7 @@ bool PlanGroupTiles(const GroupNormProblem& given, int64_t bytes, int held, int 
   int64_t along = along_of(each);
   // Large blocks only if all of them run at a time.
   while (along * unit_packs > kGroupTileThreads && each < held &&
-         all_units > kMostGroupTileThreads / (along * unit_packs) * multiprocessors) {
+         all_units > kRunningTileThreads / (along * unit_packs) * multiprocessors) {
     along = along_of(++each);
   }
   // A block takes several units if there are more than can run at a time.
@@ -204,7 +214,7 @@ inline bool PrefersGroupTiles(const GroupNormProblem& p, const GroupTilesPlan& p
   const auto run = static_cast<double>(int64_t{plan.tile_groups} * plan.width * bytes);
   const double loaded = elements * (plan.tiles > 1 ? std::max(1.0, 32 / run) : 1);
   // Of large blocks, a multiprocessor runs one at a time, which does not compute while it loads.
-  const bool are_large = 2 * plan.threads > kMostGroupTileThreads && plan.blocks > multiprocessors;
+  const bool are_large = 2 * plan.threads > kRunningTileThreads && plan.blocks > multiprocessors;
   if (is_backward) {
     return 2 + loaded * (are_large ? 9e-6 : 4.5e-6) < 15 + elements * 5e-6 + images * 0.03;
   }
@@ -475,7 +485,7 @@ class GroupTile {
 };
 
 template <typename T, int V, bool kSilu>
-__global__ void __launch_bounds__(kMostGroupTileThreads, 1)
+__global__ void __launch_bounds__(kMostGroupTileThreads<V>, 1)
     GroupTilesKernel(const __grid_constant__ GroupNormForward<T> call,
                      const __grid_constant__ GroupTilesPlan plan) {
   using C = Compute<T>;
@@ -528,7 +538,7 @@ __global__ void __launch_bounds__(kMostGroupTileThreads, 1)
 
 // Each block writes the partial gradients of bias and scale for its channels.
 template <typename T, int V, bool kSilu>
-__global__ void __launch_bounds__(kMostGroupTileThreads, 1)
+__global__ void __launch_bounds__(kMostGroupTileThreads<V>, 1)
     GroupTilesVjpKernel(const __grid_constant__ GroupNormBackward<T> call,
                         const __grid_constant__ GroupTilesPlan plan) {
   using C = Compute<T>;

@@ -628,7 +628,8 @@ int64_t TestGroupTilePlans() {
     ++plans;
     const bool is_right =
         plan.pixels * plan.merged == p.pixels && plan.channels == p.channels * plan.merged &&
-        plan.threads <= kMostGroupTileThreads && int64_t{plan.along} * Tile::kHeld >= plan.pixels &&
+        plan.threads <= kMostGroupTileThreads<V> &&
+        int64_t{plan.along} * Tile::kHeld >= plan.pixels &&
         plan.tile_images * plan.along * plan.packs <= plan.threads &&
         plan.packs * V == plan.tile_groups * plan.width &&
         plan.tiles * plan.tile_groups >= groups && (plan.tiles - 1) * plan.tile_groups < groups &&
