@@ -1,8 +1,9 @@
 """The primitives of attention over edges, and their rules.
 
 jof_attention returns the sums at the receivers of values (N, H, D), weighted by a softmax of logits
-(E, H), and two statistics of each receiver and head: the maximum of the logits, and the inverse of
-the sum of exponentials relative to it. Logits have the dtype of values, or the dtype that values
+(E, H), and two statistics of each receiver and head: a reference logit, which is the maximum (on
+GPUs the maximum may exceed it by up to 4), and the inverse of the sum of exponentials relative to
+it. Logits have the dtype of values, or the dtype that values
 are computed in. Weights are recomputed from the statistics wherever they are needed. Its JVP is
 jof_attention_tangent, which is linear in the tangents of logits and values. The transposes of the
 JVP are jof_attention_logits and jof_attention_values, one kernel each, and jof_attention_gradient,

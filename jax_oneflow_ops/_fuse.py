@@ -330,7 +330,10 @@ def _check_arguments(name: str, **trees: Any) -> None:
 
 
 def _is_dtype(x: Any) -> bool:
-    return isinstance(x, str | np.dtype) or (isinstance(x, type) and issubclass(x, np.generic))
+    """Whether it is a dtype, its name, or a scalar type of NumPy or jax.numpy."""
+    if isinstance(x, type):
+        return issubclass(x, np.generic) or isinstance(getattr(x, "dtype", None), np.dtype)
+    return isinstance(x, str | np.dtype)
 
 
 def _divided(jaxpr: Any) -> tuple[list[Any], list[str]]:

@@ -715,9 +715,16 @@ def _aligned(x: Any, axes: Sequence[int | None], rank: int) -> Any:
 
 
 def _known(definition: Any) -> Any:
-    """The same object for equal definitions, so that jax finds what it has compiled."""
+    """The same object for equal definitions, so that jax finds what it has compiled.
+
+    The text of a definition does not show which custom derivative rules it has. With rules, it
+    equals no other.
+    """
     closed = definition.traced.jaxpr
-    key = f"{definition.name} {definition} {closed} {_compat.jaxpr_and_consts(closed)[1]}"
+    text = str(closed)
+    if "custom_" in text:
+        return definition
+    key = f"{definition.name} {definition} {text} {_compat.jaxpr_and_consts(closed)[1]}"
     found = _definitions.pop(key, definition)
     _definitions[key] = found
     if len(_definitions) > 256:
@@ -725,6 +732,5 @@ def _known(definition: Any) -> Any:
     return found
 
 
-# Definitions by a text of what they compute. The text names custom derivative rules by address. An
-# address stays valid while the definition is in this dict, which keeps the rule alive.
+# Definitions by a text of what they compute.
 _definitions: dict[str, Definition] = {}

@@ -100,9 +100,10 @@ PACK_BYTES, FEW_PACKS = 16, 32
 #   9.4M rows of 3 bf16 into 3,413:       106 and 193 (135 and 247 with a Zipf distribution)
 #   9.4M rows of 2 f32 into 10,240:       121 and 118 (135 and 220)
 #   9.4M rows of 4 bf16 into 2,560:       163 and 120 (197 and 192)
-# Sums in a fixed order need a copy for each of at least eight warps. A block takes 8192 elements at
-# a time, and more blocks than the GPU has multiprocessors gain nothing. The problems of a batch
-# are summed side by side if each has at least 8192 elements.
+# Sums in a fixed order need a copy, and a word for each sum, for every warp of a block. With
+# PRIVATE_ORDERED_BYTES of sums, at least five warps fit into PRIVATE_BYTES. A block takes 8192
+# elements at a time, and more blocks than the GPU has multiprocessors gain nothing. The problems of
+# a batch are summed side by side if each has at least 8192 elements.
 PRIVATE_BYTES = 160 * 1024
 # Shared memory that a block may have on any GPU from sm_80 on; those of data centres have at least
 # PRIVATE_BYTES. Elsewhere, private sums that need more run as atomics, which do not take one update

@@ -452,6 +452,9 @@ def _reduced(
         gathered = [
             x[ids] for x, ids in zip(arrays, (reads, graph[1])[: len(tables)], strict=False)
         ]
+        # As in JAX, a row that an id out of range reads gets no gradient from it.
+        is_read = jax.lax.expand_dims(graph[0] >= 0, range(1, gathered[0].ndim))
+        gathered[0] = jnp.where(is_read, gathered[0], jax.lax.stop_gradient(gathered[0]))
         reduce = getattr(jax.ops, f"segment_{reduction}")
         result = reduce(fun(*gathered, *arrays[len(tables) :]), graph[1], size)
         return result

@@ -449,7 +449,7 @@ def _derivatives(
             names = [p.name for p in side]
             if name not in names:
                 raise ValueError(
-                    f"{kernel}: derivatives: {name!r} is no {what}, got the key {key!r}; the "
+                    f"{kernel}: derivatives: {name!r} is not an {what}, got the key {key!r}; the "
                     f"{what}s are {', '.join(names)}"
                 )
             places.append(names.index(name))

@@ -655,6 +655,38 @@ def test_custom_rules_stay():
         jax.grad(of_captured)(grid)
 
 
+def test_custom_vjp_rules_of_numbers_and_of_an_array_in_two_places():
+    @jax.custom_vjp
+    def limited(x, most):
+        return jnp.minimum(x, most)
+
+    limited.defvjp(
+        lambda x, most: (limited(x, most), most), lambda most, ct: (jnp.clip(ct, -most, most), None)
+    )
+
+    @jax.custom_vjp
+    def product(a, b):
+        return a * b
+
+    product.defvjp(lambda a, b: (a * b, (a, b)), lambda r, ct: (ct * r[1], 10 * ct * r[0]))
+
+    @jax.custom_vjp
+    def first(a, b):  # the value does not use b, the rule does
+        return a * 2
+
+    first.defvjp(lambda a, b: (a * 2, b), lambda b, ct: (ct, 100 * ct * b))
+
+    x = normals(N)
+    for f in (
+        lambda x: limited(x, 0.5),
+        lambda x: jax.nn.softmax(limited(x, 0.5)) * x,
+        lambda x: product(x, x) + 1,
+        lambda x: first(x, x) + product(x, x * 2),
+    ):
+        ours, theirs = (jax.grad(lambda x, g=g: g(x).sum())(x) for g in (jof.fuse(f), f))
+        assert_close(ours, theirs, 1e-5, 1e-5)
+
+
 @jax.custom_vjp
 def with_clipped_gradient(x):
     return x
@@ -746,6 +778,14 @@ def test_reductions_of_a_scalar():
 
 
 @pytest.mark.usefixtures("as_users")  # compilers replace pow by sqrt only with -O3
+def test_powers_of_two_beside_numbers_near_the_largest():
+    """A product of both that overflows would be infinite, or a warning of NumPy."""
+    x = np.float32([0, 0.25, -0.5])
+    fused = jof.fuse(lambda x: (x * 3e38) * 2)
+    np.testing.assert_array_equal(fused(x), x * np.float32(3e38) * 2)
+    assert jax.grad(lambda x: fused(x).sum())(x).tolist() == [np.inf] * 3
+
+
 def test_powers_of_one_half():
     x = np.array([4, 0, -0.0, -4, np.inf, -np.inf, np.nan] * 6, np.float32)
     for dtype in (np.float32, np.float16):
@@ -1283,6 +1323,7 @@ def test_source_and_explain():
         "  rms_norm: 7 operations, 1 reduction in turn; reads f32[2,3] f32[1,3], writes f32[2,3]"
     )
     assert '#include "cuda/compiled_rows.cuh"' in norm.source("bfloat16")
+    assert norm.source(jnp.bfloat16) == norm.source(jnp.dtype("bfloat16")) == norm.source("bfloat16")
     with pytest.raises(ValueError, match='platform must be "cpu" or "cuda", got \'tpu\''):
         gated.source("float32", platform="tpu")
     with pytest.raises(ValueError, match='derivative must be None, "jvp" or "vjp", got 2'):

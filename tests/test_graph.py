@@ -760,6 +760,25 @@ def test_custom_derivatives_of_functions_of_messages(make):
             jax.grad(total, 1)(x, weights)
 
 
+def test_custom_derivatives_of_functions_with_one_formula():
+    def scaled_gradient(scale):
+        @jax.custom_jvp
+        def f(x):
+            return jnp.maximum(x, 0)
+
+        f.defjvp(lambda xs, ts: (f(*xs), scale * ts[0]))
+        return f
+
+    x, ids = -np.ones((3, 4), np.float32), np.arange(3)
+    for f, slope in ((jax.nn.relu, 0), *((scaled_gradient(scale), scale) for scale in (1, 5))):
+        for reduce in (jof.message_sum, jof.message_max):
+
+            def total(x, f=f, reduce=reduce):
+                return reduce(lambda x: f(x) * 1.5, (x,), ids, ids, num_segments=3).sum()
+
+            np.testing.assert_array_equal(jax.grad(total)(x), np.full((3, 4), 1.5 * slope))
+
+
 def test_gradient_of_senders_out_of_range():
     """Senders out of range read the nearest row, which gets no gradient from them."""
     senders, receivers = np.array([0, -1, 5, -9]), np.zeros(4, int)
@@ -768,11 +787,15 @@ def test_gradient_of_senders_out_of_range():
     def both(reduce, fun):
         def loss(table, weights):
             y = reduce(fun, (table,), senders, receivers, weights, num_segments=1)
-            return jnp.sum(y * jnp.array([1.0, 10.0])), y
+            return jnp.sum(y * jnp.array([1.0, 10.0])).real, y
 
         return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(table, weights)
 
-    for fun in (lambda x, w: x * w, lambda x, w: jnp.sin(x) * w):
+    for fun in (
+        lambda x, w: x * w,
+        lambda x, w: jnp.sin(x) * w,
+        lambda x, w: x * w * (2 + 1j),  # there are no kernels for complex numbers
+    ):
         jax.tree.map(np.testing.assert_allclose, both(jof.message_sum, fun), both(in_jnp, fun))
 
 

@@ -263,7 +263,7 @@ JOF_HOST_DEVICE JOF_INLINE Bits jof_NextBits(Bits x, Bits y) {
   return x == y ? y : static_cast<Bits>(grows ? x + 1 : x - 1);
 }
 
-// Values of T, held in its compute type: a T of 16 bits or fewer is a float, held in f32.
+// Values of T, held in its compute type: a float T of at most 16 bits is held in f32.
 template <typename T>
 struct jof_As {
   using Value = jof::Compute<T>;

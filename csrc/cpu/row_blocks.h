@@ -7,8 +7,6 @@
 // compute the result. The states of its blocks are combined.
 #pragma once
 
-#include <type_traits>
-
 #include "cpu/elementwise.h"
 #include "cpu/reduce.h"
 #include "ops/rows.h"

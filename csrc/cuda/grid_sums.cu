@@ -15,7 +15,6 @@
 #include "cuda/grid_sums.h"
 
 #include <limits>
-#include <type_traits>
 
 #include "common/fast_divide.h"
 #include "cuda/block_scan.cuh"

@@ -420,10 +420,6 @@ cudaError_t LaunchPermute(const PermutePlan& plan, const void* x, void* y, cudaS
     default:
       break;
   }
-  if (plan.unit_bytes == kPackBytes &&
-      (plan.strategy == PermuteStrategy::kRows || plan.strategy == PermuteStrategy::kCopy)) {
-    return LaunchGather(plan, x, y, stream);
-  }
   // The other strategies count bytes, not units.
   return plan.units * plan.unit_bytes < (int64_t{1} << 31) - kPackBytes
              ? LaunchIndexed<uint32_t>(plan, x, y, stream)

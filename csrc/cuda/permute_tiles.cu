@@ -418,8 +418,8 @@ template <int kBytes, int kRun, bool kWhole>
 struct RunsGeometry {
   static constexpr bool kFew = kRun < kMaxTileRank;  // few dimensions, and offsets below 4 GB
   using Offset = std::conditional_t<kFew, uint32_t, uint64_t>;
-  using Rows = Walk < uint32_t, kRun<3 ? 2 : kFew ? 4 : kMaxTileRank, RowPlace<Offset>>;
-  TileGrid < Offset, kRun<3 ? 3 : kFew ? 5 : kMaxPermuteRank> grid;
+  using Rows = Walk<uint32_t, (kRun < 3) ? 2 : kFew ? 4 : kMaxTileRank, RowPlace<Offset>>;
+  TileGrid<Offset, (kRun < 3) ? 3 : kFew ? 5 : kMaxPermuteRank> grid;
   Rows in_rows;              // rows of the input: the tile without the input's run
   Rows out_rows;             // rows of the output: the tile without the run within a row
   Walk<uint32_t, kRun> run;  // the output's run, in bytes of shared memory
@@ -845,7 +845,8 @@ cudaError_t LaunchRuns(const PermutePlan& plan, int row_dims,
   if constexpr (g.kFew) {
     if (!fits) {
       constexpr int kMore = kRun < 3 ? 3 : kMaxTileRank;
-      return LaunchRuns < kBytes, kMore, kWhole && kRun<3>(plan, row_dims, covered, x, y, stream);
+      constexpr bool kMoreWhole = kWhole && kRun < 3;
+      return LaunchRuns<kBytes, kMore, kMoreWhole>(plan, row_dims, covered, x, y, stream);
     }
   }
   if (!fits) return cudaErrorInvalidValue;

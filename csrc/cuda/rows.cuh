@@ -74,6 +74,9 @@ struct RowVector {
 //     static constexpr bool UsesVectors(int r);    // whether reduction r reads row vectors
 //     struct Row;                                  // what is known about a row
 //     const T* in[kInputs]; T* out[kOutputs]; RowVector vectors[kVectors];
+//     C Missing(int vector) const;                 // the value of a row vector that is absent
+//     C* partial_sums; int wanted_sums;            // where blocks store sums over rows; how many
+//     bool WantsSum(int s) const;                  // whether sum s over rows is stored
 //     static constexpr int kElements;              // of each input that a thread holds at most
 //     static constexpr int kThreads;               // most threads in a block
 //     static constexpr int kBlocks;                // blocks a multiprocessor has registers for

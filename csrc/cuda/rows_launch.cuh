@@ -316,7 +316,7 @@ bool TryWholeRows(const Program& program, const RowsProblem& problem, const Rows
   if constexpr (kIsNarrow<typename Program::Element>) {
     const std::integral_constant<int, kPack / 2> narrow;
     // A warp loads f32 row vectors without gaps if packs have 8 bytes: layer norm of 131072 x 1024
-    // takes 136 us instead of 142, of 16384 x 4096 74 instead of 78. But vectors of 16 bits take
+    // takes 136 us instead of 142, of 16384 x 4096 74 instead of 78. But 16-bit vectors take
     // longer (154 us), and so do short rows and small arrays.
     constexpr bool kHasTwo =
         Program::kVectors > 1 && Program::kColumnSums == 0 && Program::kInputs == 1;

@@ -81,8 +81,9 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
 inline constexpr int kColumnLanes = 16, kColumnThreads = 256, kColumnBatch = 4;
 
 // Sums over rows. Block (x, y) has `lanes` packs of V columns and `each` rows. The threads that
-// have the same row are a team, and teams take rows round-robin. Its part y is stored at dscale + y
-// * vectors() * n, and likewise at dbias; if there are several parts, these point to the scratch.
+// have the same row are a team, and teams take rows round-robin. It stores its
+// sums at dscale + y * vectors() * n and at dbias + y * vectors() * n. If there are several parts,
+// both point to the scratch.
 template <typename T, bool kCenter, int V>
 __global__ void __launch_bounds__(kColumnThreads, 1)
     ColumnSumsKernel(const NormVjpCall call, int64_t each, int lanes) {

@@ -1,4 +1,5 @@
-// Rows of which several fill a pack of 16 bytes: 2 or 4 elements of 16 bits, or 2 of 32 bits. A
+// Rows of which several fill a pack of 16 bytes: 2 or 4 16-bit elements, or two 32-bit
+// elements. A
 // thread has packs of whole rows, so nothing is exchanged, and loads and stores are those of a
 // copy.
 //

@@ -265,7 +265,7 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const WholeRowsTraits& t
     while (needed < kWholeRowsThreads && one.held * needed < packs) needed *= 2;
     if (one.held * needed < packs || (one.rows > 1 && rows * needed < one.rows * few)) continue;
     // With edges, threads skip packs that nobody has. What a thread does once per row takes as long
-    // as about 10 elements of 16 bits or 5 of 32 bits.
+    // as about ten 16-bit elements or five 32-bit elements.
     const int64_t held = has_edges ? (packs + needed - 1) / needed : one.held;
     const int64_t once = has_edges ? EdgesOf(traits.pack, needed) + (pack > 4 ? 10 : 5) : 0;
     const int64_t cost = needed * (held * pack + once);

@@ -42,22 +42,21 @@
 // blocks of a cluster wait for each other only then: layer norm of f32 20 x 50257 takes 10.9 us
 // instead of 16.0, 128 x 32000 16.0 instead of 21.4.
 //
-// What did not: sums of exponentials relative to the maximum so far, rescaled as it grows, so that
-// a row is read twice and not three times. This took 549 us for cross entropy of bf16 with its
-// gradient, instead of 517. Softmax with rows in registers: cross entropy of bf16 with its gradient
-// 530 us instead of 472, of 4096 x 128256 1010 instead of 596; softmax of bf16 460 instead of 469,
-// of f32 1000 instead of 934.
+// What was slower: rescaling the sum of exponentials as the maximum grows reads a row twice instead
+// of three times, but cross entropy of bf16 with its gradient took 549 us instead of 517. With rows
+// in registers it took 530 us instead of 472 (4096 x 128256: 1010 instead of 596), softmax of bf16
+// 460 instead of 469, of f32 1000 instead of 934.
 //
 // What did not help norms of 8192 x 50257 (us, separate benchmarks): copying f32 vectors to shared
-// memory asynchronously, along with the first row; nor for few rows. Reading vectors from the
-// L2 cache for each row: rms norm of f32 2554. Vectors in registers instead of rows: layer norm of
-// bf16 757 instead of 642, of f32 1479 instead of 915, because fewer blocks fit. Reducing a row
-// before the previous one is mapped, to hide the time that the blocks of a cluster wait for each
-// other: the gradient of rms norm of bf16 897; without 849. This helps only if one block fills a
-// multiprocessor. A block barrier before the blocks exchange values: layer norm of bf16 908;
-// without 850. Rounding the number of teams to a multiple of the period: 24 teams instead of 30.
-// Normalizing x itself with one multiply-add: 4 % faster gradients, but elements of constant rows
-// are no longer exactly 0.
+// memory asynchronously, along with the first row. It does not help few rows either. Reading
+// vectors from the L2 cache for each row: rms norm of f32 2554. Vectors in registers instead of
+// rows: layer norm of bf16 757 instead of 642, of f32 1479 instead of 915, because fewer blocks
+// fit. Reducing a row before the previous one is mapped, to hide the time that the blocks of a
+// cluster wait for each other: the gradient of rms norm of bf16 897; without 849. This helps only
+// if one block fills a multiprocessor. A block barrier before the blocks exchange values: layer
+// norm of bf16 908; without 850. Rounding the number of teams to a multiple of the period: 24 teams
+// instead of 30. Normalizing x itself with one multiply-add: 4 % faster gradients, but elements of
+// constant rows are no longer exactly 0.
 //
 // Handles the rows.cuh programs that contain a reduction. All arrays must be aligned to 16 bytes,
 // except those of traced programs. Rows may begin and end within packs.

@@ -320,7 +320,6 @@ constexpr int kClearItems = 4;
 
 // Sets the sums to the identity. For additions that is -0, not 0, so that an operand of -0 to which
 // nothing is added stays -0.
-
 template <typename R>
 __global__ void __launch_bounds__(kBlockSize)
     ClearKernel(R reduction, int64_t count, typename R::Value* sums) {

@@ -28,7 +28,7 @@ struct Few {
 };
 
 template <int kPack, typename R, typename Index>
-__global__ void __launch_bounds__(kMostWarps* kWarp)
+__global__ void __launch_bounds__((kMostWarps * kWarp))
     FewKernel(R reduction, const Few s, const Index* __restrict__ ids,
               const typename R::Element* __restrict__ updates, bool has_operand,
               typename R::Element* result) {

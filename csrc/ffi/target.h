@@ -7,6 +7,7 @@
 //   MessageKernels   loaded kernels of messages
 //   kScatterLimits   see ScatterLimits
 //   kEdgeChunk       the longest chunk of a plan's positions, 0 if there is no limit
+//   kSortsByCounters  whether its sort counts keys; see SortCall
 //   kTraits          the traits of its handlers
 //   Status(op, s)    converts a launcher's status to an ffi::Error
 // The launchers of both backends have the same names; overload resolution selects the backend.

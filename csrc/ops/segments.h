@@ -6,8 +6,9 @@
 //   edge dot:     result[e] = the dot product of a[a_id(e)] and b[b_id(e)], of each head
 //   softmax:      result[e] = exp(x[e]) over the sum of exp(x[f]) over all f with id(f) == id(e)
 //   attention:    the message sum whose weights are the softmax of logits x. The weights are never
-//                 stored: each segment keeps its maximum m and the inverse i of its sum of
-//                 exp(x - m), and a weight is exp(x - m) i
+//                 stored: each segment keeps a reference m, its maximum (on GPUs the maximum is
+//                 at most m + 4), and the inverse i of its sum of exp(x - m), and a weight is
+//                 exp(x - m) i
 // An edge with an id out of range contributes nothing, and its result is 0.
 //
 // Edges are visited in the order of a plan, in which edges with equal keys are neighbours. `order`

@@ -38,7 +38,7 @@ Chosen = tuple[parts.Group, str]  # with the reason
 
 def rewritten(name: str, jaxpr: Any, platform: str, is_open: IsOpen) -> Any:
     """A body with kernels for its worthwhile chains; `jaxpr` itself if it has none."""
-    found = _divided(name, jaxpr, platform, is_open)
+    found = _divided(name, jaxpr, is_open)
     if found is None:
         return jaxpr
     divided, consts, bodies = found
@@ -77,7 +77,7 @@ def _of_param(name: str, value: Any, platform: str, is_open: IsOpen) -> Any:
 
 def find(name: str, jaxpr: Any, platform: str, is_open: IsOpen) -> Iterator[Chosen]:
     """Yields the worthwhile chains of a traced program and of its bodies, with the reasons."""
-    found = _divided(name, jaxpr, platform, is_open)
+    found = _divided(name, jaxpr, is_open)
     if found is not None:
         divided, _, bodies = found
         yield from _chosen(name, divided, platform)
@@ -87,9 +87,7 @@ def find(name: str, jaxpr: Any, platform: str, is_open: IsOpen) -> Iterator[Chos
                     yield from find(name, inner, platform, is_open)
 
 
-def _divided(
-    name: str, jaxpr: Any, platform: str, is_open: IsOpen
-) -> tuple[parts.Parts, Any, list[Any]] | None:
+def _divided(name: str, jaxpr: Any, is_open: IsOpen) -> tuple[parts.Parts, Any, list[Any]] | None:
     """The parts of a body, its constants, and its equations that contain other bodies."""
     flat, consts = _compat.jaxpr_and_consts(jaxpr)
     avals = [var.aval for var in flat.invars]

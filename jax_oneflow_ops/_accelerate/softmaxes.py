@@ -131,7 +131,7 @@ class Gradient:
         return self.softmax.has_kernel
 
     def pays(self, ctx: Any, platform: str) -> _policy.Decision | None:
-        """The same for the softmax with its gradient, as both were measured together.
+        """The decision for the softmax together with its gradient, which were measured together.
 
         The times are those of the gradient alone if the softmax is a kernel already.
         """

@@ -179,7 +179,6 @@ def native_form(spec: Spec, shapes: tuple[tuple[int, ...], ...], platform: str) 
         f"{spec.definition.name}: {spec.definition}",
         spec.dtypes,
         spec.result_dtypes,
-        kinds,
         order,
         spec.width,
         platform,

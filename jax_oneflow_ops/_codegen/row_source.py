@@ -97,7 +97,6 @@ def source(
     title: str,
     dtypes: Sequence[str],
     result_dtypes: Sequence[str],
-    result_kinds: Sequence[int],
     order: Layout,
     width: int,
     platform: str,

@@ -817,13 +817,16 @@ def _custom(
     assert called is not None
     inner = _plan(name, *called, outs, exact, line, space)
     needs = _of_operands(eqn, inner)
+    # Where the needs are in eqn.invars: an array may have several places. -1: it is captured.
+    positions = [-1 if isinstance(leaf, Constant) else leaf for leaf, _ in inner.leaves]
     # Operands that the value does not use, but that the rule may use.
     shapes = {eqn.outvars[k].aval.shape: alignment for k, alignment in outs}
-    for atom in eqn.invars:
-        if not _compat.is_literal(atom):
+    for position, atom in enumerate(eqn.invars):
+        if not _compat.is_literal(atom) and position not in positions:
             alignment = shapes.get(atom.aval.shape, None if atom.aval.ndim else ())
-            if alignment is not None and all(atom is not other for other, _ in needs):
+            if alignment is not None:
                 needs.append((atom, alignment))
+                positions.append(position)
     used = len(inner.leaves)
 
     def value(*xs: Any) -> list[Any]:
@@ -835,11 +838,13 @@ def _custom(
         return isinstance(atom, Constant) or any(atom is other for other in captured)
 
     def is_moving(atom: Any) -> bool:
-        return not is_captured(atom) and is_inexact(str(atom.aval.dtype))
+        is_fixed = is_captured(atom) or _compat.is_literal(atom)
+        return not is_fixed and is_inexact(str(atom.aval.dtype))
 
     moving = [k for k, (atom, _) in enumerate(needs) if is_moving(atom)]
     moved = [k for k, (of, _) in enumerate(outs) if is_inexact(str(eqn.outvars[of].aval.dtype))]
-    variables = [atom for atom in eqn.invars if not _compat.is_literal(atom)]
+    given = [k for k, atom in enumerate(eqn.invars) if not _compat.is_literal(atom)]
+    variables = [eqn.invars[k] for k in given]
     places = [k for k, atom in enumerate(variables) if is_moving(atom)]
 
     def bound(*xs: Any) -> Sequence[Any]:
@@ -934,13 +939,7 @@ def _custom(
                 return cts[k]
 
             vectors = [eqn.outvars[outs[k][0]].aval for k in moved]
-            demands = [
-                (
-                    places.index(next(i for i, v in enumerate(variables) if v is needs[k][0])),
-                    needs[k][1],
-                )
-                for k in moving
-            ]
+            demands = [(places.index(given.index(positions[k])), needs[k][1]) for k in moving]
             if len({of for of, _ in demands}) < len(demands):
                 raise _refused(name, eqn, line, "of an array in two ways ")
             found = dict(zip(moving, of_rule(rule, vectors, demands, where), strict=True))

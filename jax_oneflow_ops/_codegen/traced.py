@@ -258,7 +258,11 @@ class Program:
             return self.literal(factor, dtype)
         value = self.values[rest]
         if value.kind == "mul" and value.args[0] in self._numbers:
-            factor, rest = factor * self._numbers[value.args[0]], value.args[1]
+            product = factor * self._numbers[value.args[0]]
+            with np.errstate(over="ignore"):
+                is_exact = float(np.asarray(product).astype(computed(dtype))) == product
+            if is_exact:
+                factor, rest = product, value.args[1]
         if factor == 1:
             return rest
         if factor == -1:
@@ -844,8 +848,6 @@ def _nextafter(program: Program, params: dict[str, Any], args: list[int], dtype:
 @_emitter("select_n")
 def _select_n(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
     which, *cases = args
-    if len(cases) == 1:
-        return cases[0]
     if len({*cases}) == 1:
         return cases[0]
     if program.values[which].dtype == "bool":
