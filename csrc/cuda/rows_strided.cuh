@@ -7,7 +7,6 @@
 // Handles the programs of rows.cuh.
 #pragma once
 
-#include "common/fast_divide.h"
 #include "cuda/rows.cuh"
 
 JOF_NAMESPACE_BEGIN
@@ -105,11 +104,7 @@ class StridedRowsBody {
     if constexpr (r < kReductions) {
       constexpr int kCount = Program::ValuesOf(r);
       C values[kPack][kCount];
-      JOF_UNROLL
-      for (int i = 0; i < kPack; ++i) {
-        JOF_UNROLL
-        for (int v = 0; v < kCount; ++v) values[i][v] = program_.template Identity<r>();
-      }
+      internal::Clear<r>(program_, values);
       ForEachChunk([&](int64_t j) {
         JOF_UNROLL
         for (int k = 0; k < kHeld; ++k) {

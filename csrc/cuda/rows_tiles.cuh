@@ -1,9 +1,8 @@
 // Rows of a few elements, one thread per row (rows_packed.cuh has those of 2 and 4 elements without
-// sums over rows). A block copies a tile of neighbouring rows to shared
-// memory in whole packs. There each thread processes one row at a time, element by element, and
-// writes the results over the inputs. Then the block stores the tile in whole packs. So global
-// memory sees only whole packs, threads exchange nothing, and no work is spent on elements outside
-// rows.
+// sums over rows). A block copies a tile of neighbouring rows to shared memory in whole packs.
+// There each thread processes one row at a time, element by element, and writes the results over
+// the inputs. Then the block stores the tile in whole packs. So global memory sees only whole
+// packs, threads exchange nothing, and no work is spent on elements outside rows.
 //
 // A block has one tile: other blocks on the multiprocessor hide its latency. With sums over rows,
 // blocks take tiles round-robin, and copy the next tile while they work on one.
@@ -145,12 +144,20 @@ class TileRowsBody {
 
   // Processes a tile that was fetched. With sums over rows, fetches the next one meanwhile.
   __device__ __forceinline__ void Process(int64_t tile, uint4* slots, uint4* next) {
+    const int64_t first = tile * plan_.tile_rows;
+    const int rows = static_cast<int>(min(plan_.rows - first, int64_t{plan_.tile_rows}));
+    // Data given for each row, such as labels, is loaded one row ahead.
+    int r = threadIdx.x;
+    Row ahead = r < rows ? program_.Begin(first + r) : Row();
     internal::WaitForCopies(0);
     __syncthreads();
     if constexpr (kColumnSums > 0) Fetch(tile + gridDim.x, next);
-    const int64_t first = tile * plan_.tile_rows;
-    for (int r = threadIdx.x; r < plan_.tile_rows && first + r < plan_.rows; r += blockDim.x) {
-      ProcessRow(first + r, internal::SharedAddress(slots) + r * plan_.n * kBytes);
+    while (r < rows) {
+      const Row facts = ahead;
+      const int at = r;
+      r += blockDim.x;
+      if (r < rows) ahead = program_.Begin(first + r);
+      ProcessRow(first + at, facts, internal::SharedAddress(slots) + at * plan_.n * kBytes);
     }
     if constexpr (kOutputs > 0) {
       __syncthreads();
@@ -160,8 +167,7 @@ class TileRowsBody {
   }
 
   // Processes the row at `place` in the tile of the first array.
-  __device__ __forceinline__ void ProcessRow(int64_t row, uint32_t place) {
-    Row facts = program_.Begin(row);
+  __device__ __forceinline__ void ProcessRow(int64_t row, Row facts, uint32_t place) {
     JOF_UNROLL
     for (int k = 0; k < kHeld; k += kUnit) {
       if (k >= plan_.n) break;
@@ -195,11 +201,7 @@ class TileRowsBody {
     if constexpr (r < kReductions) {
       constexpr int kCount = Program::ValuesOf(r);
       C values[kWays][kCount];
-      JOF_UNROLL
-      for (int w = 0; w < kWays; ++w) {
-        JOF_UNROLL
-        for (int i = 0; i < kCount; ++i) values[w][i] = program_.template Identity<r>();
-      }
+      internal::Clear<r>(program_, values);
       JOF_UNROLL
       for (int k = 0; k < kHeld; ++k) {
         if (k >= plan_.n) break;
@@ -207,16 +209,7 @@ class TileRowsBody {
         if (Program::UsesVectors(r)) LoadVectors(k, v);
         program_.template Accumulate<r>(*facts, x_[k], v, values[k % kWays]);
       }
-      JOF_UNROLL
-      for (int w = kWays / 2; w > 0; w /= 2) {
-        JOF_UNROLL
-        for (int u = 0; u < w; ++u) {
-          JOF_UNROLL
-          for (int i = 0; i < kCount; ++i) {
-            values[u][i] = program_.template Combine<r>(values[u][i], values[u + w][i]);
-          }
-        }
-      }
+      internal::CombineWays<r>(program_, values);
       program_.template Finish<r>(values[0], static_cast<C>(plan_.n), facts);
       Reduce<r + 1>(facts);
     }
