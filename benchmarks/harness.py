@@ -262,7 +262,7 @@ def _timed(row: Row, entrants: Entrants, timings: Outcome) -> Row:
     ours, us = timings["ours"], medians.pop("ours")
     if isinstance(ours, str):
         return {**row, "error": ours}
-    row |= {"us": us, "iqr": figure(timing.spread(ours))}
+    row |= {"us": us, "iqr": figure(timing.spread(ours), 2)}
     row |= {"copy": medians.pop("copy")} if "copy" in medians else {}
     row["xla"] = {name: medians.pop(name) for name in entrants.forms if name in medians}
     return {**row, "others": medians}

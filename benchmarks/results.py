@@ -45,9 +45,9 @@ def read(path: Path) -> Result:
     return Result(header, rows)
 
 
-def figure(us: float) -> float:
-    """A time with four significant digits: more are noise."""
-    return float(f"{us:.4g}")
+def figure(us: float, digits: int = 4) -> float:
+    """A time with four significant digits, or a spread with two: more are noise."""
+    return float(f"{us:.{digits}g}")
 
 
 def numbers(medians: dict[str, Any]) -> dict[str, float]:

@@ -123,8 +123,7 @@ def _attention_native(platform: str, *args: Any, num_segments: int) -> list[jax.
     shape, of_stats = (num_segments, heads, width), (num_segments, heads, 2)
     if senders.size == 0 or 0 in shape:
         return [jnp.zeros(shape, values.dtype), jnp.zeros(of_stats, wide)]
-    if order.shape != senders.shape:  # unknown, or the order of all edges instead of this shard's
-        order, keys = _graph.order_of(receivers, num_segments, None)
+    order, keys = _graph.known_order(order, keys, receivers, num_segments)
     scratch = (_graph.chunks(platform, senders.size), 2, heads * width + 2 * heads)
     call = jax.ffi.ffi_call(
         "jof_attention",
@@ -157,8 +156,7 @@ def _values_native(platform: str, *args: Any, rows: int, **_: Any) -> jax.Array:
     shape = (rows, heads, width)
     if 0 in (senders.size, ct.shape[0], *shape):
         return jnp.zeros(shape, ct.dtype)
-    if order.shape != senders.shape:
-        order, keys = _graph.order_of(senders, rows, None)
+    order, keys = _graph.known_order(order, keys, senders, rows)
     scratch = (_graph.chunks(platform, senders.size), 2, heads * width)
     call = jax.ffi.ffi_call(
         "jof_attention_values",
@@ -183,8 +181,7 @@ def _gradient_native(platform: str, *args: Any, **params: Any) -> list[jax.Array
     if not is_one_kernel or 0 in (*logits.shape, *values.shape, *result.shape):
         of_values = _values_native(platform, *_of_values(*args), rows=rows, **params)
         return [_logits_native(platform, *args, **params), of_values]
-    if order.shape != senders.shape:
-        order, keys = _graph.order_of(senders, rows, None)
+    order, keys = _graph.known_order(order, keys, senders, rows)
     dots = jnp.sum(ct.astype(stats.dtype) * result.astype(stats.dtype), axis=-1)
     chunks = _graph.chunks(platform, senders.size, _graph.WAVE * 2 // 3)
     call = jax.ffi.ffi_call(

@@ -91,6 +91,11 @@ def order_of(ids: Any, rows: int, implementation: str | None) -> Order:
     return order, sender_rows(keys, rows)
 
 
+def known_order(order: Any, keys: Any, ids: Any, rows: int) -> Order:
+    """The given order, unless it is unknown or that of all edges instead of this shard's."""
+    return (order, keys) if order.shape == ids.shape else order_of(ids, rows, None)
+
+
 def message_sum(
     graph: Sequence[Any],
     table: Any,
@@ -275,8 +280,7 @@ def _message_sum_native(
     shape = (num_segments, *table.shape[1:])
     if senders.size == 0 or 0 in shape:
         return jnp.zeros(shape, table.dtype)
-    if order.shape != senders.shape:  # unknown, or the order of all edges instead of this shard's
-        order, keys = order_of(receivers, num_segments, None)
+    order, keys = known_order(order, keys, receivers, num_segments)
     sources, own = read(senders, drops_senders), weights if weights.ndim == 2 else None
     result: jax.Array = sum_of_rows(platform, table, own, sources, keys, order, num_segments)
     return result

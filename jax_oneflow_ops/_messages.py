@@ -172,7 +172,7 @@ def _reference(*args: Any, spec: Spec, num_segments: int, **_: Any) -> jax.Array
     row = _row_of(operands)
     definition: Any = spec.definition
     count = senders.shape[0]
-    reads = jnp.where(senders < 0, ~senders, senders)
+    reads = _graph.read(senders, False)
     is_dropped = receivers < 0
     if spec.drops_senders:
         is_dropped |= senders < 0
@@ -304,7 +304,7 @@ def _kernel(
 def _ids(graph: Sequence[Any], spec: Spec, primary: str, num_segments: int) -> tuple[Any, ...]:
     """The keys by position, the order, and the other ends' ids by edge, as kernels take them."""
     senders, receivers, *orders = graph
-    reads = jnp.where(senders < 0, -1 if spec.drops_senders else ~senders, senders)
+    reads = _graph.read(senders, spec.drops_senders)
     none = jnp.zeros(0, jnp.int32)
     if primary == "s":
         order, keys = orders[2:]
@@ -314,10 +314,9 @@ def _ids(graph: Sequence[Any], spec: Spec, primary: str, num_segments: int) -> t
         order, keys = orders[:2]
         others = reads if "s" in spec.sides or spec.drops_senders else none
         dropped = receivers
-    if order.shape != senders.shape:  # unknown, or the order of all edges instead of this shard's
-        if spec.target == "e":
-            return receivers, none, others
-        order, keys = _graph.order_of(dropped, num_segments, None)
+    if spec.target == "e" and order.shape != senders.shape:  # edges need no order
+        return receivers, none, others
+    order, keys = _graph.known_order(order, keys, dropped, num_segments)
     return keys, order, others
 
 

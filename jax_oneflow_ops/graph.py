@@ -448,7 +448,7 @@ def _reduced(
     traced = _messages.traced(function, fun, arrays, sides, graph[0].shape[0])
     result: jax.Array
     if traced is None:
-        reads = jnp.where(graph[0] < 0, ~graph[0], graph[0])
+        reads = _graph.read(graph[0], False)
         gathered = [
             x[ids] for x, ids in zip(arrays, (reads, graph[1])[: len(tables)], strict=False)
         ]

@@ -1323,7 +1323,9 @@ def test_source_and_explain():
         "  rms_norm: 7 operations, 1 reduction in turn; reads f32[2,3] f32[1,3], writes f32[2,3]"
     )
     assert '#include "cuda/compiled_rows.cuh"' in norm.source("bfloat16")
-    assert norm.source(jnp.bfloat16) == norm.source(jnp.dtype("bfloat16")) == norm.source("bfloat16")
+    assert (
+        norm.source(jnp.bfloat16) == norm.source(jnp.dtype("bfloat16")) == norm.source("bfloat16")
+    )
     with pytest.raises(ValueError, match='platform must be "cpu" or "cuda", got \'tpu\''):
         gated.source("float32", platform="tpu")
     with pytest.raises(ValueError, match='derivative must be None, "jvp" or "vjp", got 2'):
