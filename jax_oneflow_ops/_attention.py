@@ -480,7 +480,8 @@ def _of_weights(
     dtype: Any,
 ) -> jax.Array:
     def message(v: Any, most: Any, inverse: Any, x: Any) -> Any:
-        return (_weight(x, most, inverse) * v).astype(dtype)
+        weight = _weight(x, most, inverse)
+        return (weight * v.astype(weight.dtype)).astype(dtype)
 
     arrays = values, most, inverse, logits
     result: jax.Array = _attention_sum(how, message, arrays, "srre", graph)

@@ -502,6 +502,11 @@ def _statistics(mean: jax.Array, rstd: jax.Array) -> jax.Array:
     return at(0, mean) + at(2, rstd)
 
 
+def _like_rows(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """A vector over the columns of `x`, in its dtype and with its rank."""
+    return lax.expand_dims(vector.astype(x.dtype), range(x.ndim - 1))
+
+
 def _normalized(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, center: bool, epsilon: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -510,8 +515,8 @@ def _normalized(
     centred = wide - mean
     rstd = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + epsilon)
     y = centred * rstd
-    y = y if scale is None else y * scale.astype(y.dtype)
-    return y if bias is None else y + bias.astype(y.dtype), mean, rstd
+    y = y if scale is None else y * _like_rows(scale, y)
+    return y if bias is None else y + _like_rows(bias, y), mean, rstd
 
 
 def norm_vjp(
@@ -540,7 +545,7 @@ def norm_vjp(
     centred = wide - mean
     rstd = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + epsilon)
     normalized, dy = centred * rstd, _wide(ct)
-    g = dy if scale is None else dy * scale.astype(dy.dtype)
+    g = dy if scale is None else dy * _like_rows(scale, dy)
     # The mean of g * centred does not wait for rstd, so XLA computes it with the mean of squares.
     dx = g - normalized * (rstd * (g * centred).mean(-1, keepdims=True))
     dx = (dx - g.mean(-1, keepdims=True) if center else dx) * rstd
@@ -579,9 +584,9 @@ def norm_jvp(
 
     zero = jnp.zeros_like(wide)
     normalized, t = jax.jvp(f, [wide], [zero if t_x is None else _wide(t_x)])
-    t = t if scale is None else t * scale.astype(t.dtype)
-    t = t if t_scale is None else t + normalized * t_scale.astype(t.dtype)
-    t = t if t_bias is None else t + t_bias.astype(t.dtype)
+    t = t if scale is None else t * _like_rows(scale, t)
+    t = t if t_scale is None else t + normalized * _like_rows(t_scale, t)
+    t = t if t_bias is None else t + _like_rows(t_bias, t)
     return [t.astype(x.dtype), *([zero.astype(x.dtype) if t_x is None else t_x] * passed)]
 
 
@@ -605,7 +610,7 @@ def _group_norm(
     mean = in_groups.mean(axes, keepdims=True)
     centred = in_groups - mean
     rstd = jax.lax.rsqrt((centred * centred).mean(axes, keepdims=True) + epsilon)
-    y = (centred * rstd).reshape(x.shape) * scale + bias
+    y = (centred * rstd).reshape(x.shape) * _like_rows(scale, x) + _like_rows(bias, x)
     return jax.nn.silu(y) if silu else y, mean.squeeze(axes), rstd.squeeze(axes)
 
 

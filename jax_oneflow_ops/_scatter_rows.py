@@ -209,7 +209,7 @@ class Rows:
             if step is not None:
                 place = self.kept.index(step)
                 steps = xp.arange(shape[place], dtype=dtype)
-                steps = steps.reshape(-1, *(1,) * (len(shape) - place - 1))
+                steps = steps.reshape(*(1,) * place, -1, *(1,) * (len(shape) - place - 1))
                 at = steps if c is None else at + steps
             total = at if total is None else total * size + at
         if valid is not None:

@@ -241,7 +241,7 @@ def softmax_cross_entropy_with_integer_labels(
     """
     name = "softmax_cross_entropy_with_integer_labels"
     choice = _native.choose_implementation(name, implementation)
-    x = _float_array(name, "logits", logits)
+    x = _strong(_float_array(name, "logits", logits))
     axes = _axes(name, axis, x.ndim, sort=False)
     if axis is None or not axes:
         raise ValueError(f"{name}: axis must name an axis of logits, got {axis!r}")

@@ -1077,6 +1077,14 @@ def test_deterministic():
     assert calls(jof.accelerate(deterministic=True)(adds)) == ["true"]
 
 
+def test_rank_promotion_is_not_needed():
+    x = np.float32(np.arange(40).reshape(8, 5) % 7)
+    gradient = jax.grad(lambda x: jnp.median(x, 0).sum() + x[jnp.arange(4), 2:4, None].sum())
+    with jax.numpy_rank_promotion("raise"):
+        ours, theirs = (jax.jit(f)(x) for f in (jof.accelerate(gradient), gradient))
+    np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize(("shape", "axis"), [((3, 5, 20, 8), 2), ((4, 90, 400), 1)])
 def test_ids_that_all_problems_share_are_sorted_once(shape, axis):
     of_updates = (*shape[:axis], 1100, *shape[axis + 1 :])

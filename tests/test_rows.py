@@ -646,6 +646,10 @@ def test_results_have_no_weak_type(implementation):
     """A product with bfloat16 is float32, as in JAX."""
     weak = jnp.full((2, 3), 2.0)
     assert jax.typeof(weak).weak_type
+    loss = jof.softmax_cross_entropy_with_integer_labels(
+        weak, np.arange(2), implementation=implementation
+    )
+    assert not jax.typeof(loss).weak_type
     for name in ("softmax", "log_softmax", "logsumexp"):
         y = getattr(jof, name)(weak, implementation=implementation)
         expected = getattr(jax.nn, name)(weak)
@@ -1184,22 +1188,27 @@ def test_what_the_choice_for_a_call_depends_on():
         assert (call.bytes, call.sizes) == (4 * 2 * math.prod(shape), (shape[axis],))
 
 
-def test_strict_promotion_allows_what_is_wider_inside():
-    """Vectors of norms may be float32, too, as in flax."""
-    ids, vector = jnp.arange(4), jnp.ones(8)
+@pytest.mark.parametrize("implementation", ["xla", "native"])
+def test_strict_promotion_allows_what_is_wider_inside(implementation):
+    """Vectors of norms may be float32, too, and have fewer dimensions, as in flax."""
+    ids, vector, chosen = jnp.arange(4), jnp.ones(8), {"implementation": implementation}
     functions = [
-        lambda x: jof.layer_norm(x, vector, vector),
-        lambda x: jof.group_norm(x, 2, vector),
+        lambda x: jof.layer_norm(x, vector, vector, **chosen),
+        lambda x: jof.rms_norm(x, vector, **chosen),
+        lambda x: jof.group_norm(x, 2, vector, **chosen),
         jof.logsumexp,
         lambda x: jof.softmax_cross_entropy_with_integer_labels(x, ids),
         lambda x: jof.segment_mean(x, ids, 3) + jof.segment_softmax(x, ids, 3)[:3],
         lambda x: jof.attention_sum(x[:, :2], x.reshape(4, 2, 4), ids, ids, num_segments=4),
     ]
     x = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
-    with jax.numpy_dtype_promotion("strict"):
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         for f in functions:
             g = jax.grad(lambda x, f=f: f(x).astype(jnp.float32).sum())
-            assert jax.eval_shape(g, x).dtype == x.dtype
+            for h in (f, g):
+                for call in (h, lambda x, h=h: jax.jvp(h, (x,), (x,))[1]):
+                    lowered = jax.jit(call).lower(x)
+                    assert lowered.out_info.dtype == x.dtype
 
 
 @pytest.mark.parametrize(
