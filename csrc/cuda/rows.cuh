@@ -17,7 +17,7 @@
 //   vectors  Row vectors are in slots of shared memory, too. In registers they would leave too few
 //            for the rest, and with odd row lengths they would be loaded element by element.
 //
-// Most programs with aligned arrays run on faster kernels: rows_whole.cuh, rows_packed.cuh and
+// Most programs with aligned arrays run on faster kernels: rows_whole.cuh, rows_thread.cuh and
 // rows_tiles.cuh for rows of a few elements, rows_wide.cuh for long rows. This one is for float64,
 // misaligned arrays, rows that fit neither into registers nor into shared memory, norms of long
 // rows on GPUs without clusters or of rows that are too long for a cluster, and norms, and their
@@ -145,6 +145,15 @@ struct RowsProgram {
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return false; }
 
   __device__ __forceinline__ void Prepare(Compute<T> (&)[kInputs]) const {}
+  // Reductions are sums, unless a program says otherwise.
+  template <int r>
+  __device__ __forceinline__ Word Identity() const {
+    return Word(0);
+  }
+  template <int r>
+  __device__ __forceinline__ Word Combine(Word a, Word b) const {
+    return a + b;
+  }
   template <typename Row>
   __device__ __forceinline__ void Replace(const Row&, Compute<T> (&)[kInputs]) const {}
   template <typename Row>

@@ -4,10 +4,11 @@
 #include <algorithm>
 #include <numeric>
 #include <type_traits>
+#include <utility>
 
 #include "cuda/rows.cuh"
-#include "cuda/rows_packed.cuh"
 #include "cuda/rows_strided.cuh"
+#include "cuda/rows_thread.cuh"
 #include "cuda/rows_tiles.cuh"
 #include "cuda/rows_whole.cuh"
 #include "cuda/rows_wide.cuh"
@@ -193,15 +194,24 @@ bool AreAligned(const Program& program, int64_t bytes = kPackBytes) {
   return aligned;
 }
 
+// The most packs that a thread of WholeRowsKernel holds of all its rows: elements, half packs or
+// packs.
+template <int V, int kPack>
+inline constexpr int kMostWholePacks = V == 1      ? 16
+                                       : V < kPack ? 10
+                                                   : 8;
+
 template <int V, typename Program>
 inline constexpr WholeRowsTraits kWholeRowsTraits = {Program::kInputs,
                                                      Program::kVectors,
                                                      Program::kColumnSums,
                                                      V,
                                                      V > 1 && V < Program::kPack,
-                                                     V > 1 ? 8 : 16,
+                                                     kMostWholePacks<V, Program::kPack>,
                                                      Program::kMostRows,
-                                                     false};
+                                                     false,
+                                                     Program::kOutputs > 0,
+                                                     Program::kNames};
 
 // Plans WholeRowsKernel. False if it does not handle these rows.
 template <int V, bool kHasEdges, typename Program>
@@ -270,6 +280,12 @@ void ForEachConstant(const Visit& visit) {
   }
 }
 
+// Calls visit with all constants of a sequence.
+template <typename Visit, int... k>
+auto ApplyConstants(const Visit& visit, std::integer_sequence<int, k...>) {
+  return visit(std::integral_constant<int, k>()...);
+}
+
 // Launches the kernel instance for a shape, which is in one of the lists.
 template <int V, bool kHasEdges, typename Program>
 cudaError_t LaunchWholeRows(const Program& program, const WholeRowsTeam& team,
@@ -289,8 +305,9 @@ cudaError_t LaunchWholeRows(const Program& program, const WholeRowsTeam& team,
       is_launched = true;
     }
   };
-  ForEachConstant<kWholeRowsLists>(
-      [&](auto list) { ForEachConstant<4>([&](auto index) { launch(list, index); }); });
+  ForEachConstant<kWholeRowsLists>([&](auto list) {
+    ForEachConstant<WholeRowsShapes::kMost>([&](auto index) { launch(list, index); });
+  });
   return status;
 }
 
@@ -356,7 +373,7 @@ cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
     threads /= 2;
   }
   // A multiprocessor gets at least 16 tiles, so that some load while others store: log_softmax of
-  // f16 2854236 x 2 took 17.5 us on an H100, 21 with 4 tiles, before PackedRowsKernel had such
+  // f16 2854236 x 2 took 17.5 us on an H100, 21 with 4 tiles, before ThreadRowsKernel had such
   // rows.
   const int64_t turns = std::min<int64_t>((12 << 10) / (threads * row_bytes),
                                           rows / (16 * device.multiprocessors * threads));
@@ -412,24 +429,70 @@ cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
   return with_held(std::integral_constant<int, 1>());
 }
 
-// Launches PackedRowsKernel. False if it does not handle these rows.
+// The lengths of rows that ThreadRowsKernel has instances for.
+using ThreadRowsWidths = std::integer_sequence<int, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16>;
+
+// How many rows a thread of ThreadRowsKernel has if there are many rows of n elements, or 0 if
+// other kernels are better then.
 template <typename Program>
-bool TryPackedRows(const Program& program, const RowsProblem& problem, cudaStream_t stream,
-                   cudaError_t* status) {
-  const auto attempt = [&](auto width) {
-    constexpr int kWidth = decltype(width)::value;
-    using Body = PackedRowsBody<Program, kWidth>;
-    if (problem.n != kWidth || !AreAligned(program)) return false;
-    const int64_t packs = (problem.rows() + Body::kRows - 1) / Body::kRows;
-    const int64_t threads = (packs + Body::kPacks - 1) / Body::kPacks;
-    *status =
-        LaunchItems(PackedRowsKernel<Program, kWidth>, threads, stream, program, problem.rows());
+constexpr int ManyThreadRows(int n) {
+  constexpr int kInputs = Program::kInputs;
+  constexpr bool kIsNarrow = Program::kPack > 4, kHasVectors = Program::kVectors > 0;
+  const int bytes = n * static_cast<int>(sizeof(typename Program::Element));
+  const int word = WordBytesOf(bytes), words = bytes / word;
+  if (Program::kOutputs > 0) {
+    if (kInputs > 1 && (words > 3 || word < 4 || bytes > 24)) return 0;
+    if (words > 3 && (words > 5 || bytes > 20 || (kHasVectors && kIsNarrow))) return 0;
+  }
+  int rows = 1;
+  if (kHasVectors && bytes <= (kIsNarrow ? 16 : 12)) {
+    rows = kIsNarrow ? 4 : 2;  // they share the vectors
+  } else if (!kHasVectors && bytes <= 12 && words <= 3) {
+    rows = bytes <= 4 ? 4 : 2;
+  }
+  return std::min(kInputs > 2 ? (rows + 1) / 2 : rows, Program::kMostRows);
+}
+
+// Whether ThreadRowsKernel has instances for rows of n elements.
+template <typename Program>
+constexpr bool HasThreadRows(int n) {
+  // With row vectors, WholeRowsKernel is faster for whole packs, f32 rows of 16 exceed registers.
+  if (Program::kVectors > 0 && n % 4 == 0 && n >= 8) return false;
+  return n < 16 || (Program::kPack > 4 && Program::kInputs == 1);
+}
+
+// Launches ThreadRowsKernel. False if it does not handle these rows.
+template <typename Program>
+bool TryThreadRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
+                   cudaStream_t stream, cudaError_t* status) {
+  const int64_t rows = problem.rows();
+  const bool are_few = rows <= 96 * device.multiprocessors;
+  const auto launch = [&](auto width, auto each, int threads) {
+    constexpr int kWidth = decltype(width)::value, kRows = decltype(each)::value;
+    const int64_t here = threads * kRows;
+    ThreadRowsKernel<Program, kWidth, kRows>
+        <<<static_cast<unsigned>((rows + here - 1) / here), threads, 0, stream>>>(program, rows);
+    *status = cudaGetLastError();
     return true;
   };
-  if constexpr (kIsNarrow<typename Program::Element>) {
-    if (attempt(std::integral_constant<int, 4>())) return true;
-  }
-  return attempt(std::integral_constant<int, 2>());
+  const auto attempt = [&](auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    if constexpr (HasThreadRows<Program>(kWidth)) {
+      constexpr int kBytes = kWidth * static_cast<int>(sizeof(typename Program::Element));
+      constexpr int kMany = ManyThreadRows<Program>(kWidth);
+      if (problem.n != kWidth || !AreAligned(program, WordBytesOf(kBytes))) return false;
+      // Small blocks, because they are spread over more multiprocessors.
+      const std::integral_constant<int, 1> one;
+      if (are_few) return launch(width, one, kBlockSize / 4);
+      if constexpr (kMany == 1) return launch(width, one, kBlockSize / 2);
+      if constexpr (kMany > 1) {
+        return launch(width, std::integral_constant<int, kMany>(), kBlockSize);
+      }
+    }
+    return false;
+  };
+  const auto attempt_each = [&](auto... width) { return (attempt(width) || ...); };
+  return ApplyConstants(attempt_each, ThreadRowsWidths());
 }
 
 // The most packs that a row may touch.
@@ -663,7 +726,7 @@ cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& prob
   if (status != cudaSuccess) return status;
   if constexpr (!kIsDouble<typename Program::Element>) {
     int64_t blocks = 0;
-    if (TryPackedRows(program, problem, stream, &status)) return status;
+    if (TryThreadRows(program, problem, device, stream, &status)) return status;
     if (FitsTiles(program, problem, device)) {
       return LaunchTileRows(program, problem, device, &blocks, stream);
     }

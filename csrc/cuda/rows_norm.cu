@@ -35,14 +35,6 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
     if constexpr (kResidual) x[0] = Accumulator<T>::Load(Accumulator<T>::Store(x[0] + x[1]));
   }
   template <int r>
-  __device__ __forceinline__ C Identity() const {
-    return C(0);
-  }
-  template <int r>
-  __device__ __forceinline__ C Combine(C a, C b) const {
-    return a + b;
-  }
-  template <int r>
   __device__ __forceinline__ C Neutral(const Row& row, int) const {
     return IsPeak(r) ? C(0) : row.centre;
   }

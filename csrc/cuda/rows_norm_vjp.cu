@@ -41,14 +41,6 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
   __device__ __forceinline__ bool WantsSum(int s) const { return wants[s]; }
   __device__ __forceinline__ Row Begin(int64_t row) const { return {stats[row], {}}; }
   template <int r>
-  __device__ __forceinline__ C Identity() const {
-    return C(0);
-  }
-  template <int r>
-  __device__ __forceinline__ C Combine(C a, C b) const {
-    return a + b;
-  }
-  template <int r>
   __device__ __forceinline__ C Neutral(const Row& row, int input) const {
     return input == 0 ? row.stats.centre : C(0);
   }

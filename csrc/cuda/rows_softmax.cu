@@ -98,14 +98,6 @@ struct SoftmaxBackward : RowsProgram<T, 2> {
 
   __device__ __forceinline__ Row Begin(int64_t) const { return {}; }
   template <int r>
-  __device__ __forceinline__ C Identity() const {
-    return C(0);
-  }
-  template <int r>
-  __device__ __forceinline__ C Combine(C a, C b) const {
-    return a + b;
-  }
-  template <int r>
   __device__ __forceinline__ C Neutral(const Row&, int) const {
     return C(0);
   }

@@ -1,7 +1,7 @@
-// Rows of a few elements, one thread per row (rows_packed.cuh has those of 2 and 4 elements without
-// sums over rows). A block copies a tile of neighbouring rows to shared memory in whole packs.
-// There each thread processes one row at a time, element by element, and writes the results over
-// the inputs. Then the block stores the tile in whole packs. So global memory sees only whole
+// Rows of a few elements, one thread per row (rows_thread.cuh has some of up to 16 elements,
+// without sums over rows). A block copies a tile of neighbouring rows to shared memory in whole
+// packs. There each thread processes one row at a time, element by element, and writes the results
+// over the inputs. Then the block stores the tile in whole packs. So global memory sees only whole
 // packs, threads exchange nothing, and no work is spent on elements outside rows.
 //
 // A block has one tile: other blocks on the multiprocessor hide its latency. With sums over rows,

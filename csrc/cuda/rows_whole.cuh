@@ -66,6 +66,8 @@ struct WholeRowsTraits {
   int most;       // packs that registers of a thread can hold, of all its rows
   int most_rows;  // rows that a thread may have
   bool is_traced;
+  bool has_outputs = true;
+  bool names = false;  // as Program::kNames
 };
 
 // Rows of teams of several blocks have at least kClusterColumns elements; such a team has at most
@@ -77,10 +79,11 @@ JOF_HOST_DEVICE constexpr int EdgesOf(int pack, int lanes) {
   return (2 * (pack - 1) + lanes - 1) / lanes;
 }
 
-// An instance of WholeRowsKernel: how many packs of each row a thread holds, and how many rows. For
-// rows with edges, built-in programs have instances for teams of at least `least_lanes`: with more
-// lanes, a thread has fewer head and tail elements. Traced programs are compiled for their lanes:
-// at least 4, so that these elements take few registers, except for very short rows.
+// An instance of WholeRowsKernel: how many packs of each row a thread holds, and how many rows, in
+// teams of at least `least_lanes`. With fewer lanes, the warps of some programs would access too
+// many rows at a time. With edges, a thread would have more head and tail elements. For these,
+// traced programs are compiled for their lanes: at least 4, so that these elements take few
+// registers, except for very short rows.
 struct WholeRowsShape {
   int held, rows, least_lanes;
   int threads;              // the most in a block
@@ -96,8 +99,7 @@ struct WholeRowsShape {
   }
   JOF_HOST_DEVICE constexpr int LeastLanes(const WholeRowsTraits& traits, bool has_edges,
                                            int64_t n) const {
-    if (!has_edges) return 1;
-    if (!traits.is_traced) return least_lanes;
+    if (!has_edges || !traits.is_traced) return least_lanes > 1 ? least_lanes : 1;
     return n <= 2 * traits.pack && traits.inputs <= 2 ? 1 : 4;
   }
   // Whether it is a shape, and not too large for a program.
@@ -110,28 +112,39 @@ struct WholeRowsShape {
   }
 };
 struct WholeRowsShapes {
-  WholeRowsShape of[4];  // unused if it has 0 rows
+  static constexpr int kMost = 7;
+  WholeRowsShape of[kMost];  // unused if it has 0 rows
 };
 
 // The candidate instances for rows of this many packs, in order of preference.
 //
-// Measured on an H200 over 28 row sizes: four packs in flight per thread are enough, of several
-// rows if these are short (softmax of f32 10000000 x 4: 87 us with four rows, 119 with one; a copy
-// takes 79). Eight are better if registers hold nothing else. Packs of 8 bytes are half as many
-// bytes in flight, so there are more of them (softmax of bf16 39840 x 1004: 43 us with eight, 50
-// with four of each of two rows; its gradient takes 58 with four).
+// Measured on an H200 over 60 row sizes, without edges: what counts most is that few packs of the
+// threads are empty. So there are instances with 5 to 10 packs: softmax of bf16 takes 42 us for
+// 151515 x 264 with five packs of each of 8 lanes, 50 with three of each of 16; cross entropy of
+// 400000 x 100 33 us with seven packs of 8 bytes, 46 with four of each of two rows. Then,
+//  - the more packs a thread has, the fewer steps a reduction takes: programs without outputs
+//    prefer instances with many packs;
+//  - warps access as many places in memory as they have rows, which slows down stores: f32 softmax
+//    of 666666 x 60 takes 85 us with four packs, 137 with eight;
+//  - row vectors are loaded once for all rows of a thread: rms norm of bf16 666666 x 60 takes 48 us
+//    with two packs of each of four rows, 61 with four of two.
 JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTraits& traits,
                                                             bool has_edges, int64_t packs) {
-  const bool is_narrow = traits.pack > 4;
+  const bool is_narrow = traits.pack > 4, has_vectors = traits.vectors > 0;
   if (traits.pack == 1) return {};
   // Whether registers hold nothing but the elements of one array.
-  const bool has_room = traits.vectors == 0 && traits.inputs == 1;
+  const bool has_room = !has_vectors && traits.inputs == 1;
   const int other = is_narrow ? 3 : 8;
   if (traits.is_short) {
     if (traits.sums > 0) return {{{4, 1}}};
     if (traits.inputs > 1) return {{{4, 1}, {5, 1}, {3, 2}}};
-    if (packs <= 32) return {{{4, 2}, {3, 2}, {8, 1}, {6, 1}}};
-    return {{{8, 1}, {6, 1}}};
+    // One row of a thread is for arrays with too few rows for several.
+    if (!traits.has_outputs) return {{{8, 1}, {7, 1}, {6, 1}, {10, 1}}};
+    if (has_vectors && packs > 32) return {{{4, 2}, {3, 2}, {8, 1, 8}, {6, 1, 8}}};
+    if (has_vectors) return {{{2, 4}, {4, 2}, {3, 2}, {8, 1, 8}, {6, 1, 8}}};
+    if (traits.names && packs <= 8) return {{{4, 2}, {3, 2}, {8, 1, 4}, {6, 1, 4}}};
+    if (traits.names || packs > 32) return {{{8, 1, 4}, {7, 1, 4}, {6, 1, 4}, {10, 1, 4}}};
+    return {{{4, 2}, {3, 2}, {8, 1, 4}, {7, 1, 4}, {6, 1, 4}, {10, 1, 4}}};
   }
   if (traits.sums > 0) return {{{3, 1}, {2, 1}}};
   if (traits.inputs > 2) {
@@ -144,9 +157,18 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTrait
   if (has_edges && has_room) return {{{8, 1, 8}, {6, 1, 8}, {4, 1, 8}, {8, 1, 4}}};
   if (has_edges) return {{{4, 1, 8}, {6, 1, 8}, {8, 1, 8}}};
   if (packs <= 2 && (is_narrow || !has_room)) return {{{1, 4}, {2, 2}, {4, 1}, {other, 1}}};
+  if (traits.inputs == 1 && !traits.is_traced) {
+    if (has_vectors && !is_narrow) return {{{2, 2}, {3, 2, 8}, {4, 1}}};
+    if (has_vectors && packs <= 8) return {{{2, 2}, {4, 1}, {3, 1}}};
+    if (has_vectors) return {{{4, 1}, {3, 1}, {5, 1, 4}}};
+  }
+  if (has_room && is_narrow) return {{{4, 1}, {3, 1}, {5, 1, 4}}};
+  if (has_room && !traits.has_outputs) return {{{8, 1}, {7, 1}, {6, 1}, {5, 1}, {4, 1}}};
+  if (has_room && packs > 12) return {{{4, 1}, {8, 1, 4}, {7, 1, 4}, {6, 1, 4}, {5, 1, 4}}};
+  if (has_room && traits.names) return {{{3, 2}, {4, 1, 2}, {8, 1, 4}}};
+  if (has_room) return {{{3, 2}, {2, 2}, {4, 1, 2}, {8, 1, 4}}};
   if (packs <= 8) return {{{2, 2}, {1, 4}, {4, 1}, {other, 1}}};
-  if (is_narrow || !has_room) return {{{4, 1}, {other, 1}}};
-  return {{{8, 1}, {4, 1}, {6, 1}}};
+  return {{{4, 1}, {other, 1}}};
 }
 
 // The instances for few rows, in blocks of up to kFewRowsThreads. Each thread has few packs, so
@@ -185,10 +207,10 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOfClusters(const WholeR
 }
 
 // All instances for a program are in these lists.
-inline constexpr int kWholeRowsLists = 6;
+inline constexpr int kWholeRowsLists = 7;
 JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsList(const WholeRowsTraits& traits,
                                                         bool has_edges, int list) {
-  constexpr int kPacks[] = {2, 8, 32, 33}, kLast = kWholeRowsLists - 1;
+  constexpr int kPacks[] = {2, 8, 12, 32, 33}, kLast = kWholeRowsLists - 1;
   static_assert(sizeof(kPacks) == (kLast - 1) * sizeof(int));
   if (list == kLast) return WholeRowsShapesOfClusters(traits, has_edges);
   if (list == kLast - 1) return WholeRowsShapesOfFew(traits, has_edges);
@@ -909,6 +931,9 @@ JOF_HOST_DEVICE constexpr int WholeRowsBlocks() {
   if (Program::kInputs > 1) return 2;
   // With 4 instead of 3, log_softmax of bf16 610687 x 131 takes 107 us instead of 125.
   if (kEdges > 0) return kNarrow && Program::kVectors == 0 ? 4 : 3;
+  // More would spill registers.
+  const bool is_large = V * kHeld * kRows > 32 || (kRows > 2 && Program::kReductions > 1);
+  if (Program::kVectors > 0 && is_large) return 3;
   // With more blocks, layer norm of 400000 x 100 takes 55 us instead of 60.
   const bool shares = !Program::kIsTraced && V < Program::kPack && Program::kVectors > 0;
   const bool has_few = !kNarrow || kRows == 1 || shares;

@@ -803,6 +803,184 @@ def _converted(x: Any, of: Any, to: Any) -> Any:
 # ---- functions with custom derivatives ----
 
 
+class _Custom:
+    """A call of a function with a custom JVP or VJP, as a call on scalars with the same rule."""
+
+    def __init__(
+        self,
+        name: str,
+        eqn: Any,
+        outs: Sequence[tuple[int, Alignment]],
+        exact: Mapping[int, Any],
+        line: str,
+        space: Space,
+    ) -> None:
+        self.name, self.eqn, self.outs, self.line, self.space = name, eqn, outs, line, space
+        called = _compat.called_jaxpr(eqn)
+        assert called is not None
+        self.inner = _plan(name, *called, outs, exact, line, space)
+        self.needs = _of_operands(eqn, self.inner)
+        # Where the needs are in eqn.invars: an array may have several places. -1: it is captured.
+        self.positions = [
+            -1 if isinstance(leaf, Constant) else leaf for leaf, _ in self.inner.leaves
+        ]
+        self._add_unused()
+        given = [k for k, atom in enumerate(eqn.invars) if not _compat.is_literal(atom)]
+        self.variables = [eqn.invars[k] for k in given]
+        # What has a derivative: needs, outs, and variables.
+        self.moving = [k for k, (atom, _) in enumerate(self.needs) if self._is_moving(atom)]
+        self.moved = [k for k, (of, _) in enumerate(outs) if _is_moved(eqn.outvars[of])]
+        self.places = [k for k, atom in enumerate(self.variables) if self._is_moving(atom)]
+        # The place of each position, for those of variables with a derivative.
+        self.place_of = {given[k]: place for place, k in enumerate(self.places)}
+
+    def _add_unused(self) -> None:
+        """Adds operands that the value does not use, but that the rule may use."""
+        shapes = {self.eqn.outvars[k].aval.shape: alignment for k, alignment in self.outs}
+        for position, atom in enumerate(self.eqn.invars):
+            if not _compat.is_literal(atom) and position not in self.positions:
+                alignment = shapes.get(atom.aval.shape, None if atom.aval.ndim else ())
+                if alignment is not None:
+                    self.needs.append((atom, alignment))
+                    self.positions.append(position)
+
+    def is_captured(self, atom: Any) -> bool:
+        captured = self.eqn.invars[: self.eqn.params.get("num_consts", 0)]
+        return isinstance(atom, Constant) or any(atom is other for other in captured)
+
+    def _is_moving(self, atom: Any) -> bool:
+        return not self.is_captured(atom) and not _compat.is_literal(atom) and _is_moved(atom)
+
+    def function(self) -> Callable[..., Any]:
+        """The function of the scalars that `needs` names."""
+
+        def value(*xs: Any) -> list[Any]:
+            return self.inner.function(*xs[: len(self.inner.leaves)])
+
+        if self.eqn.primitive.name == "custom_jvp_call":
+            with_jvp: Any = jax.custom_jvp(value)
+            with_jvp.defjvp(lambda xs, ts: self._jvp(with_jvp(*xs), xs, ts))
+            return with_jvp  # type: ignore[no-any-return]
+        with_vjp: Any = jax.custom_vjp(value)
+        with_vjp.defvjp(lambda *xs: (with_vjp(*xs), xs), self._vjp)
+        return with_vjp  # type: ignore[no-any-return]
+
+    def _jvp(self, results: Any, xs: Sequence[Any], ts: Sequence[Any]) -> Any:
+        places, variables = self.places, self.variables
+
+        def rule(primals: Any, tangents: Any) -> Any:
+            of_places = _primitive.of_some(self._bound, primals, places)
+            return jax.jvp(of_places, [primals[k] for k in places], tangents)[1]
+
+        def where(leaf: Any) -> Any:
+            source, alignment = leaf
+            if isinstance(source, Constant) or source < len(variables):
+                return self._operand(leaf, xs)
+            return self._operand((places[source - len(variables)], alignment), ts)
+
+        tangents = [variables[k].aval for k in places]
+        found = self._of_rule(rule, tangents, [self.outs[k] for k in self.moved], where)
+        every = [*map(_no_tangent, results)]
+        for k, tangent in zip(self.moved, found, strict=True):
+            every[k] = tangent
+        return results, every
+
+    def _vjp(self, xs: Sequence[Any], cts: Sequence[Any]) -> Any:
+        name, eqn, outs, line = self.name, self.eqn, self.outs, self.line
+        moving, moved, places, variables = self.moving, self.moved, self.places, self.variables
+        if any(self.space.summed.difference(outs[k][1]) for k in moved):
+            raise FusionError(
+                f"{name}: {_label(eqn, line)} is a jax.custom_vjp function whose result is "
+                "broadcast: its backward rule would receive the cotangent of each element, not "
+                "their sum. Remedy: call it outside of the fused function, or "
+                "jax_oneflow_ops.fuse(..., partial=True).",
+                eqn.primitive.name,
+                line,
+            )
+
+        def rule(primals: Any, vectors: Any) -> Any:
+            of_places = _primitive.of_some(self._bound, primals, places)
+            results, pull = jax.vjp(of_places, *(primals[k] for k in places))
+            full = [*map(_no_tangent, results)]
+            for k, ct in zip(moved, vectors, strict=True):
+                full[outs[k][0]] = full[outs[k][0]] + ct
+            return pull(full)
+
+        def where(leaf: Any) -> Any:
+            source, alignment = leaf
+            if isinstance(source, Constant) or source < len(variables):
+                return self._operand(leaf, xs)
+            k = moved[source - len(variables)]
+            if alignment != outs[k][1]:
+                raise _refused(name, eqn, line, "with such a derivative ")
+            return cts[k]
+
+        vectors = [eqn.outvars[outs[k][0]].aval for k in moved]
+        demands = [(self.place_of[self.positions[k]], self.needs[k][1]) for k in moving]
+        if len({of for of, _ in demands}) < len(demands):
+            raise _refused(name, eqn, line, "of an array in two ways ")
+        found = dict(zip(moving, self._of_rule(rule, vectors, demands, where), strict=True))
+        return tuple(found.get(k) for k in range(len(self.needs)))
+
+    def _bound(self, *xs: Any) -> Sequence[Any]:
+        """The call on arrays: those of `variables`."""
+        every = iter(xs)
+        args = [a.val if _compat.is_literal(a) else next(every) for a in self.eqn.invars]
+        results: Sequence[Any] = _compat.bind_equation(self.eqn, args)
+        return results
+
+    def _of_rule(
+        self,
+        rule: Callable[..., Any],
+        vectors: Sequence[Any],
+        demands: Any,
+        where: Callable[[Any], Any],
+    ) -> list[Any]:
+        """Applies a rule on arrays to scalars; `where` finds the scalar of a leaf."""
+        avals = [v.aval for v in self.variables]
+        # Rules expect the types that they were traced for, shardings included.
+        with _compat.context_of(self.eqn):
+            closed = traced.make_jaxpr(rule, avals, vectors)
+        jaxpr = _compat.jaxpr_and_consts(closed)
+        found = _plan(self.name, *jaxpr, demands, {}, self.line, self.space)
+        return found.function(*map(where, found.leaves))
+
+    def _operand(self, leaf: tuple[Any, Alignment], xs: Sequence[Any]) -> Any:
+        """The one of the scalars `xs` of the needs that a rule reads."""
+        source, alignment = leaf
+        atom = source if isinstance(source, Constant) else self.variables[source]
+        for (other, own), x in zip(self.needs, xs, strict=True):
+            if other is atom and own == alignment:
+                return x
+        what = "in another way than its value does. Remedy: "
+        if isinstance(source, Constant):
+            what = "that it closes over. Remedy: pass it the array as an argument, or "
+        raise FusionError(
+            f"{self.name}: the derivative of {_label(self.eqn, self.line)} reads an array {what}"
+            "call it outside of the fused function.",
+            self.eqn.primitive.name,
+            self.line,
+        )
+
+    def fixed(self) -> Callable[[Any], Any]:
+        """The identity, whose derivative is an error: for arrays that the function closes over."""
+
+        @jax.custom_jvp
+        def fixed(x: Any) -> Any:
+            return x
+
+        @fixed.defjvp
+        def _(*_: Any) -> Any:
+            raise FusionError(
+                f"{self.name}: {_label(self.eqn, self.line)} has no derivative with respect to an "
+                "array that it closes over. Remedy: pass it the array as an argument.",
+                self.eqn.primitive.name,
+                self.line,
+            )
+
+        return fixed
+
+
 def _custom(
     name: str,
     eqn: Any,
@@ -812,160 +990,19 @@ def _custom(
     line: str,
     space: Space,
 ) -> _Step:
-    """A call of a function with a custom JVP or VJP, as a call on scalars with the same rule."""
-    called = _compat.called_jaxpr(eqn)
-    assert called is not None
-    inner = _plan(name, *called, outs, exact, line, space)
-    needs = _of_operands(eqn, inner)
-    # Where the needs are in eqn.invars: an array may have several places. -1: it is captured.
-    positions = [-1 if isinstance(leaf, Constant) else leaf for leaf, _ in inner.leaves]
-    # Operands that the value does not use, but that the rule may use.
-    shapes = {eqn.outvars[k].aval.shape: alignment for k, alignment in outs}
-    for position, atom in enumerate(eqn.invars):
-        if not _compat.is_literal(atom) and position not in positions:
-            alignment = shapes.get(atom.aval.shape, None if atom.aval.ndim else ())
-            if alignment is not None:
-                needs.append((atom, alignment))
-                positions.append(position)
-    used = len(inner.leaves)
-
-    def value(*xs: Any) -> list[Any]:
-        return inner.function(*xs[:used])
-
-    captured = eqn.invars[: eqn.params.get("num_consts", 0)]
-
-    def is_captured(atom: Any) -> bool:
-        return isinstance(atom, Constant) or any(atom is other for other in captured)
-
-    def is_moving(atom: Any) -> bool:
-        is_fixed = is_captured(atom) or _compat.is_literal(atom)
-        return not is_fixed and is_inexact(str(atom.aval.dtype))
-
-    moving = [k for k, (atom, _) in enumerate(needs) if is_moving(atom)]
-    moved = [k for k, (of, _) in enumerate(outs) if is_inexact(str(eqn.outvars[of].aval.dtype))]
-    given = [k for k, atom in enumerate(eqn.invars) if not _compat.is_literal(atom)]
-    variables = [eqn.invars[k] for k in given]
-    places = [k for k, atom in enumerate(variables) if is_moving(atom)]
-
-    def bound(*xs: Any) -> Sequence[Any]:
-        every = iter(xs)
-        args = [a.val if _compat.is_literal(a) else next(every) for a in eqn.invars]
-        results: Sequence[Any] = _compat.bind_equation(eqn, args)
-        return results
-
-    def of_rule(
-        rule: Callable[..., Any], vectors: Sequence[Any], demands: Any, where: Callable[[Any], Any]
-    ) -> list[Any]:
-        """Applies a rule on arrays to scalars; `where` finds the scalar of a leaf."""
-        avals = [v.aval for v in variables]
-        # Rules expect the types that they were traced for, shardings included.
-        with _compat.context_of(eqn):
-            closed = traced.make_jaxpr(rule, avals, vectors)
-        found = _plan(name, *_compat.jaxpr_and_consts(closed), demands, {}, line, space)
-        return found.function(*map(where, found.leaves))
-
-    def operand(leaf: tuple[Any, Alignment], xs: Sequence[Any]) -> Any:
-        source, alignment = leaf
-        atom = source if isinstance(source, Constant) else variables[source]
-        for (other, own), x in zip(needs, xs, strict=True):
-            if other is atom and own == alignment:
-                return x
-        what = "in another way than its value does. Remedy: "
-        if isinstance(source, Constant):
-            what = "that it closes over. Remedy: pass it the array as an argument, or "
-        raise FusionError(
-            f"{name}: the derivative of {_label(eqn, line)} reads an array {what}call it outside "
-            "of the fused function.",
-            eqn.primitive.name,
-            line,
-        )
-
-    if eqn.primitive.name == "custom_jvp_call":
-        custom: Any = jax.custom_jvp(value)
-
-        def jvp(xs: Sequence[Any], ts: Sequence[Any]) -> Any:
-            def rule(primals: Any, tangents: Any) -> Any:
-                of_places = _primitive.of_some(bound, primals, places)
-                return jax.jvp(of_places, [primals[k] for k in places], tangents)[1]
-
-            def where(leaf: Any) -> Any:
-                source, alignment = leaf
-                if isinstance(source, Constant) or source < len(variables):
-                    return operand(leaf, xs)
-                own = places[source - len(variables)], alignment
-                return operand(own, ts)
-
-            tangents = [variables[k].aval for k in places]
-            found = of_rule(rule, tangents, [outs[k] for k in moved], where)
-            results = custom(*xs)
-            every = [*map(_no_tangent, results)]
-            for k, tangent in zip(moved, found, strict=True):
-                every[k] = tangent
-            return results, every
-
-        custom.defjvp(jvp)
-    else:
-        custom = jax.custom_vjp(value)
-
-        def forward(*xs: Any) -> Any:
-            return custom(*xs), xs
-
-        def backward(xs: Sequence[Any], cts: Sequence[Any]) -> Any:
-            if any(space.summed.difference(outs[k][1]) for k in moved):
-                raise FusionError(
-                    f"{name}: {_label(eqn, line)} is a jax.custom_vjp function whose result is "
-                    "broadcast: its backward rule would receive the cotangent of each element, not "
-                    "their sum. Remedy: call it outside of the fused function, or "
-                    "jax_oneflow_ops.fuse(..., partial=True).",
-                    eqn.primitive.name,
-                    line,
-                )
-
-            def rule(primals: Any, vectors: Any) -> Any:
-                of_places = _primitive.of_some(bound, primals, places)
-                results, pull = jax.vjp(of_places, *(primals[k] for k in places))
-                full = [*map(_no_tangent, results)]
-                for k, ct in zip(moved, vectors, strict=True):
-                    full[outs[k][0]] = full[outs[k][0]] + ct
-                return pull(full)
-
-            def where(leaf: Any) -> Any:
-                source, alignment = leaf
-                if isinstance(source, Constant) or source < len(variables):
-                    return operand(leaf, xs)
-                k = moved[source - len(variables)]
-                if alignment != outs[k][1]:
-                    raise _refused(name, eqn, line, "with such a derivative ")
-                return cts[k]
-
-            vectors = [eqn.outvars[outs[k][0]].aval for k in moved]
-            demands = [(places.index(given.index(positions[k])), needs[k][1]) for k in moving]
-            if len({of for of, _ in demands}) < len(demands):
-                raise _refused(name, eqn, line, "of an array in two ways ")
-            found = dict(zip(moving, of_rule(rule, vectors, demands, where), strict=True))
-            return tuple(found.get(k) for k in range(len(needs)))
-
-        custom.defvjp(forward, backward)
-
-    @jax.custom_jvp
-    def fixed(x: Any) -> Any:
-        return x
-
-    @fixed.defjvp
-    def _(*_: Any) -> Any:
-        raise FusionError(
-            f"{name}: {_label(eqn, line)} has no derivative with respect to an array that it "
-            "closes over. Remedy: pass it the array as an argument.",
-            eqn.primitive.name,
-            line,
-        )
+    call = _Custom(name, eqn, outs, exact, line, space)
+    function, fixed = call.function(), call.fixed()
+    is_fixed = [call.is_captured(atom) for atom, _ in call.needs]
 
     def compute(xs: list[Any]) -> Any:
-        return custom(
-            *(fixed(x) if is_captured(atom) else x for (atom, _), x in zip(needs, xs, strict=True))
-        )
+        return function(*(fixed(x) if fix else x for x, fix in zip(xs, is_fixed, strict=True)))
 
-    return _Step(needs, gives, compute)
+    return _Step(call.needs, gives, compute)
+
+
+def _is_moved(atom: Any) -> bool:
+    """Whether a value may have a derivative."""
+    return is_inexact(str(atom.aval.dtype))
 
 
 def _no_tangent(y: Any) -> Any:

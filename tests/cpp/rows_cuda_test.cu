@@ -786,7 +786,7 @@ int main(int argc, char** argv) {
   std::vector<RowsProblem> problems = {
       {700, 48, 1}, {700, 128, 1}, {3, 50257, 1}, {4500, 2, 1}, {2100, 4, 1}};
   for (const int64_t n :
-       {1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 100, 127, 128, 130, 256, 333, 512}) {
+       {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 17, 31, 33, 64, 100, 127, 128, 130, 256, 333, 512}) {
     problems.push_back({37, n, 1});
   }
   for (const int64_t n : {520, 768, 1000, 1024, 2000, 2047, 4096, 5000, 10007}) {
@@ -827,9 +827,20 @@ int main(int argc, char** argv) {
           RowsProblem{1100, 768, 1}, RowsProblem{600, 1001, 1}, RowsProblem{1100, 333, 1},
           RowsProblem{9001, 33, 1}, RowsProblem{9001, 60, 1}, RowsProblem{9001, 131, 1},
           RowsProblem{9001, 9, 1}, RowsProblem{9001, 17, 1}, RowsProblem{9001, 18, 1},
-          RowsProblem{2000, 257, 1}, RowsProblem{1000, 1024, 1}, RowsProblem{136000, 8, 1}}) {
+          RowsProblem{2000, 257, 1}, RowsProblem{1000, 1024, 1}, RowsProblem{136000, 8, 1},
+          // Each number of packs of whole rows, and of rows, that a thread may have.
+          RowsProblem{140001, 20, 1}, RowsProblem{70001, 28, 1}, RowsProblem{36001, 44, 1},
+          RowsProblem{18001, 68, 1}, RowsProblem{18001, 100, 1}, RowsProblem{9001, 136, 1},
+          RowsProblem{9001, 164, 1}, RowsProblem{9001, 196, 1}, RowsProblem{9001, 228, 1},
+          RowsProblem{9001, 260, 1}, RowsProblem{4600, 520, 1}}) {
       launches += TestType<Half>(p, 16) + TestType<BFloat16>(p, 16) + TestType<float>(p, 16);
       launches += TestNorms<Half>(p, 16) + TestNorms<BFloat16>(p, 16) + TestNorms<float>(p, 16);
+    }
+    // Several rows of each thread, and rows that have few words to store.
+    for (const int64_t n : {2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16}) {
+      const RowsProblem p{13001, n, 1};
+      launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 8) + TestType<float>(p, 8);
+      launches += TestNorms<Half>(p, 8) + TestNorms<BFloat16>(p, 8) + TestNorms<float>(p, 8);
     }
     // Sums over rows of enough elements for the kernels that also compute the gradient of x, and of
     // few elements in whole packs.
@@ -862,6 +873,7 @@ int main(int argc, char** argv) {
           // Odd lengths, with enough rows for each number of lanes and packs of a thread.
           RowsProblem{33000, 66, 1}, RowsProblem{17000, 131, 1}, RowsProblem{8500, 257, 1},
           RowsProblem{6400, 333, 1}, RowsProblem{4300, 515, 1}, RowsProblem{3700, 577, 1},
+          RowsProblem{18001, 184, 1}, RowsProblem{18001, 208, 1}, RowsProblem{18001, 264, 1},
           RowsProblem{400, 6001, 1}, RowsProblem{4300, 2999, 1},
           // Sums over rows in a kernel of their own, in several parts.
           RowsProblem{20000, 100, 1}, RowsProblem{2000, 1001, 1}, RowsProblem{5000, 35, 1}}) {

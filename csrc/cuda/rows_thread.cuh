@@ -1,0 +1,162 @@
+// Rows of up to 16 elements: a thread has whole rows in registers, and moves them in words of up to
+// 16 bytes, as large as the length of rows allows. Nothing is exchanged and shared memory is not
+// used. So few rows take as long as one access to memory and the arithmetic of one row.
+//
+// A word that is smaller than its row is accessed with gaps between the lanes of a warp. Loads hit
+// the L1 cache. Stores do not: each writes a part of a 32-byte sector to the L2 cache, so an array
+// of many rows of, say, seven words is stored faster by TileRowsKernel. FitsThreads knows.
+//
+// Measured on an H200, in us, by this kernel and by those that had these rows before it:
+//                               40,000,000 elements         60,000 elements
+//                               bf16          f32           bf16        f32
+//   softmax of rows of 3        45.5, 68.6    79, 102       1.3, 1.7    1.3, 1.8
+//   of 8                        39.1, 43.0    77, 95        1.3, 1.5    1.3, 1.5
+//   of 10                       39.5, 43.6    as before     1.3, 2.2    1.4, 2.0
+//   cross entropy of rows of 2  116, 96       117, 105      1.6, 3.3    1.4, 2.3
+//   of 3                        80, 120       92, 134       1.5, 2.2    1.4, 1.9
+//   of 10                       33, 56        51, 80        1.4, 2.3    1.5, 2.0
+//   with its gradient, 2        151, 271      184, 222      1.7, 5.6    1.6, 2.7
+//   of 8                        60, 106       103, 124      1.5, 1.8    1.6, 1.8
+// What was tried: units of several rows that fill whole packs. That takes 40 us for softmax of rows
+// of 3 in bf16, but 366 instead of 115 for the gradient of cross entropy.
+//
+// Handles the programs of rows.cuh without sums over rows.
+#pragma once
+
+#include "cuda/rows.cuh"
+
+JOF_NAMESPACE_BEGIN
+
+// The bytes of the words that a row of `bytes` bytes consists of.
+JOF_HOST_DEVICE constexpr int WordBytesOf(int bytes) {
+  const int divisor = bytes & -bytes;
+  return divisor < kPackBytes ? divisor : kPackBytes;
+}
+
+// A thread has kRows rows of kWidth elements, which are a block's threads apart.
+template <typename Program, int kWidth, int kRows>
+class ThreadRowsBody {
+ public:
+  using T = typename Program::Element;
+  using C = typename Program::Word;
+  using Row = typename Program::Row;
+  static constexpr int kInputs = Program::kInputs, kOutputs = Program::kOutputs;
+  static constexpr int kVectors = Program::kVectors, kReductions = Program::kReductions;
+  static constexpr int kBytes = static_cast<int>(sizeof(T));
+  static constexpr int kUnit = WordBytesOf(kWidth * kBytes) / kBytes;  // elements of a word
+  static constexpr int kUnits = kWidth / kUnit;
+  using Words = Pack<T, kUnit>[kInputs][kUnits];
+  static_assert(Program::kColumnSums == 0);
+
+  __device__ __forceinline__ ThreadRowsBody(const Program& program, int64_t rows)
+      : program_(program), rows_(rows) {}
+
+  __device__ __forceinline__ void Run() {
+    const int64_t first = int64_t{blockIdx.x} * blockDim.x * kRows + threadIdx.x;
+    Words words[kRows];
+    Row facts[kRows];
+    JOF_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t row = first + i * static_cast<int>(blockDim.x);
+      if (row >= rows_) break;
+      Load(row, words[i]);
+      facts[i] = program_.Begin(row);
+    }
+    LoadVectors();
+    JOF_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t row = first + i * static_cast<int>(blockDim.x);
+      if (row >= rows_) break;
+      Process(row, facts[i], words[i]);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void Load(int64_t row, Words& words) const {
+    JOF_UNROLL
+    for (int a = 0; a < kInputs; ++a) {
+      JOF_UNROLL
+      for (int u = 0; u < kUnits; ++u) {
+        words[a][u] = LoadPack<kUnit>(program_.in[a] + row * kWidth + u * kUnit);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void LoadVectors() {
+    if constexpr (kVectors > 0) {
+      JOF_UNROLL
+      for (int j = 0; j < kWidth; ++j) {
+        JOF_UNROLL
+        for (int i = 0; i < kVectors; ++i) {
+          C value[1];
+          internal::LoadVector<T>(program_.vectors[i], internal::PackPlace<1>{j, kWidth},
+                                  program_.Missing(i), value);
+          vectors_[j][i] = value[0];
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void Process(int64_t row, Row& facts, const Words& words) const {
+    C x[kWidth][kInputs];
+    JOF_UNROLL
+    for (int j = 0; j < kWidth; ++j) {
+      JOF_UNROLL
+      for (int a = 0; a < kInputs; ++a) {
+        x[j][a] = Accumulator<T>::Load(words[a][j / kUnit].elem[j % kUnit]);
+      }
+      program_.Prepare(x[j]);
+    }
+    Reduce<0>(&facts, x);
+    if constexpr (kOutputs > 0) {
+      C y[kWidth][kOutputs];
+      JOF_UNROLL
+      for (int j = 0; j < kWidth; ++j) program_.Map(facts, j, x[j], vectors_[j], y[j], nullptr);
+      internal::MapNamed<kWidth>(program_, facts, 0, x, y);
+      Store(row, y);
+    }
+    program_.End(row, facts);
+  }
+
+  template <int r>
+  __device__ __forceinline__ void Reduce(Row* facts, C (&x)[kWidth][kInputs]) const {
+    if constexpr (r < kReductions) {
+      C values[1][Program::ValuesOf(r)];
+      internal::Clear<r>(program_, values);
+      JOF_UNROLL
+      for (int j = 0; j < kWidth; ++j) {
+        program_.template Accumulate<r>(*facts, x[j], vectors_[j], values[0]);
+      }
+      program_.template Finish<r>(values[0], static_cast<C>(kWidth), facts);
+      Reduce<r + 1>(facts, x);
+    }
+  }
+
+  __device__ __forceinline__ void Store(int64_t row, const C (&y)[kWidth][kOutputs]) const {
+    JOF_UNROLL
+    for (int o = 0; o < kOutputs; ++o) {
+      JOF_UNROLL
+      for (int u = 0; u < kUnits; ++u) {
+        Pack<T, kUnit> out;
+        JOF_UNROLL
+        for (int j = 0; j + 1 < kUnit; j += 2) {
+          Accumulator<T>::Store2(y[u * kUnit + j][o], y[u * kUnit + j + 1][o], &out.elem[j]);
+        }
+        if constexpr (kUnit == 1) out.elem[0] = Accumulator<T>::Store(y[u][o]);
+        StorePack(program_.out[o] + row * kWidth + u * kUnit, out);
+      }
+    }
+  }
+
+  const Program& program_;
+  int64_t rows_;
+  C vectors_[kWidth][kVectors + 1];
+};
+
+template <typename Program, int kWidth, int kRows>
+__global__ void __launch_bounds__(kBlockSize, 4)
+    ThreadRowsKernel(const __grid_constant__ Program program, int64_t rows) {
+  ThreadRowsBody<Program, kWidth, kRows>(program, rows).Run();
+}
+
+JOF_NAMESPACE_END
