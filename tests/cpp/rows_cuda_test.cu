@@ -756,10 +756,20 @@ int64_t TestWidePlans() {
   return failures;
 }
 
+// Each function once, for many elements. Returns the number of launches.
+template <typename T>
+int64_t TestOnce(const RowsProblem& p) {
+  TestSoftmax<T>(p, false, 0, 0);
+  TestSoftmaxVjp<T>(p, false, 0, 0, 0);
+  TestLogSumExp<T>(p, true, 0, 0);
+  TestNorm<T, float>(p, true, false, true, 0, 0);
+  return 6;
+}
+
 }  // namespace
 
 // Arguments: "brief" for fewer cases, or "full", then a part: "plans", "strided", "group_norm",
-// "softmax", "norm", "many" or "long". Without a part, all of them.
+// "softmax", "norm", "short", "many" or "long". Without a part, all of them.
 int main(int argc, char** argv) {
   const bool brief = argc > 1 && std::strcmp(argv[1], "brief") == 0;  // under compute-sanitizer
   const auto wanted = [=](const char* part) { return argc < 3 || std::strcmp(argv[2], part) == 0; };
@@ -827,26 +837,28 @@ int main(int argc, char** argv) {
           RowsProblem{1100, 768, 1}, RowsProblem{600, 1001, 1}, RowsProblem{1100, 333, 1},
           RowsProblem{9001, 33, 1}, RowsProblem{9001, 60, 1}, RowsProblem{9001, 131, 1},
           RowsProblem{9001, 9, 1}, RowsProblem{9001, 17, 1}, RowsProblem{9001, 18, 1},
-          RowsProblem{2000, 257, 1}, RowsProblem{1000, 1024, 1}, RowsProblem{136000, 8, 1},
-          // Each number of packs of whole rows, and of rows, that a thread may have.
-          RowsProblem{140001, 20, 1}, RowsProblem{70001, 28, 1}, RowsProblem{36001, 44, 1},
-          RowsProblem{18001, 68, 1}, RowsProblem{18001, 100, 1}, RowsProblem{9001, 136, 1},
-          RowsProblem{9001, 164, 1}, RowsProblem{9001, 196, 1}, RowsProblem{9001, 228, 1},
-          RowsProblem{9001, 260, 1}, RowsProblem{4600, 520, 1}}) {
+          RowsProblem{2000, 257, 1}, RowsProblem{1000, 1024, 1}, RowsProblem{136000, 8, 1}}) {
       launches += TestType<Half>(p, 16) + TestType<BFloat16>(p, 16) + TestType<float>(p, 16);
       launches += TestNorms<Half>(p, 16) + TestNorms<BFloat16>(p, 16) + TestNorms<float>(p, 16);
-    }
-    // Several rows of each thread, and rows that have few words to store.
-    for (const int64_t n : {2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16}) {
-      const RowsProblem p{13001, n, 1};
-      launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 8) + TestType<float>(p, 8);
-      launches += TestNorms<Half>(p, 8) + TestNorms<BFloat16>(p, 8) + TestNorms<float>(p, 8);
     }
     // Sums over rows of enough elements for the kernels that also compute the gradient of x, and of
     // few elements in whole packs.
     launches += TestNorms<float>({4300, 517, 1}, 16) + TestNorms<double>({4300, 517, 1}, 16);
     launches += TestNorms<BFloat16>({220000, 10, 1}, 16) + TestNorms<float>({220000, 10, 1}, 16);
     launches += TestNorms<Half>({600, 256, 1}, 16) + TestNorms<double>({600, 256, 1}, 16);
+  }
+  // Many short rows: each number of packs, and of rows, that a thread may have.
+  for (const RowsProblem& p :
+       {RowsProblem{13001, 2, 1},   RowsProblem{13001, 3, 1},   RowsProblem{13001, 4, 1},
+        RowsProblem{13001, 5, 1},   RowsProblem{13001, 6, 1},   RowsProblem{13001, 7, 1},
+        RowsProblem{13001, 8, 1},   RowsProblem{13001, 9, 1},   RowsProblem{13001, 10, 1},
+        RowsProblem{13001, 12, 1},  RowsProblem{13001, 16, 1},  RowsProblem{70001, 20, 1},
+        RowsProblem{70001, 28, 1},  RowsProblem{36001, 44, 1},  RowsProblem{18001, 68, 1},
+        RowsProblem{18001, 100, 1}, RowsProblem{9001, 164, 1},  RowsProblem{9001, 196, 1},
+        RowsProblem{9001, 228, 1},  RowsProblem{9001, 260, 1},  RowsProblem{18001, 184, 1},
+        RowsProblem{18001, 208, 1}, RowsProblem{18001, 264, 1}, RowsProblem{9001, 520, 1}}) {
+    if (brief || !wanted("short")) break;
+    launches += TestOnce<BFloat16>(p) + TestOnce<float>(p);
   }
   // Long rows: more rows than teams, with row lengths that put the rows' starts at one, at two and
   // at all offsets within a pack. Rows of 76,800 with an f32 residual fill a block's shared memory.
@@ -873,20 +885,10 @@ int main(int argc, char** argv) {
           // Odd lengths, with enough rows for each number of lanes and packs of a thread.
           RowsProblem{33000, 66, 1}, RowsProblem{17000, 131, 1}, RowsProblem{8500, 257, 1},
           RowsProblem{6400, 333, 1}, RowsProblem{4300, 515, 1}, RowsProblem{3700, 577, 1},
-          RowsProblem{18001, 184, 1}, RowsProblem{18001, 208, 1}, RowsProblem{18001, 264, 1},
           RowsProblem{400, 6001, 1}, RowsProblem{4300, 2999, 1},
           // Sums over rows in a kernel of their own, in several parts.
           RowsProblem{20000, 100, 1}, RowsProblem{2000, 1001, 1}, RowsProblem{5000, 35, 1}}) {
-      const auto test = [&](auto tag) {
-        using T = typename decltype(tag)::type;
-        TestSoftmax<T>(p, false, 0, 0);
-        TestSoftmaxVjp<T>(p, false, 0, 0, 0);
-        TestLogSumExp<T>(p, true, 0, 0);
-        TestNorm<T, float>(p, true, false, true, 0, 0);
-        launches += 6;
-      };
-      test(TypeTag<BFloat16>());
-      test(TypeTag<float>());
+      launches += TestOnce<BFloat16>(p) + TestOnce<float>(p);
     }
     // Many 16-bit rows with edges, on GPUs with up to 134 multiprocessors.
     launches += TestNorms<BFloat16>({4300, 1030, 1}, 16) + TestNorms<Half>({4300, 517, 1}, 16);
