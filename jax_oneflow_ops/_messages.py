@@ -643,12 +643,19 @@ def traced(
 ) -> Messages | None:
     """The messages that a function makes of arrays, which are read at the given sides.
 
-    None if messages have a dtype that kernels lack.
+    None if messages have a dtype that kernels lack, or if there are fewer than two edges and the
+    function works for their number only, because it closes over arrays of edges.
     """
     # With one edge, the dimension of edges could not be told from others of size 1.
-    count = 2 if isinstance(count, int) and count < 2 else count
+    are_few = isinstance(count, int) and count < 2
+    count = 2 if are_few else count
     avals = [jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) for x in arrays]
-    closed = _trace(function, fun, avals)
+    try:
+        closed = _trace(function, fun, avals)
+    except Exception:
+        if are_few:
+            return None
+        raise
     exact: dict[int, Any] = {}
     if any(is_narrow(str(x.dtype)) for x in avals):
         wide = [

@@ -211,7 +211,8 @@ inline constexpr WholeRowsTraits kWholeRowsTraits = {Program::kInputs,
                                                      Program::kMostRows,
                                                      false,
                                                      Program::kOutputs > 0,
-                                                     Program::kNames};
+                                                     Program::kNames,
+                                                     Program::kReductions};
 
 // Plans WholeRowsKernel. False if it does not handle these rows.
 template <int V, bool kHasEdges, typename Program>
@@ -466,7 +467,11 @@ template <typename Program>
 bool TryThreadRows(const Program& program, const RowsProblem& problem, const RowsDevice& device,
                    cudaStream_t stream, cudaError_t* status) {
   const int64_t rows = problem.rows();
+  // Small blocks are spread over more multiprocessors, but more than a few of them take long to
+  // start.
   const bool are_few = rows <= 96 * device.multiprocessors;
+  const bool are_many = rows > 2048 * device.multiprocessors;
+  const int threads_of_one = are_few ? 64 : rows <= 512 * device.multiprocessors ? 128 : kBlockSize;
   const auto launch = [&](auto width, auto each, int threads) {
     constexpr int kWidth = decltype(width)::value, kRows = decltype(each)::value;
     const int64_t here = threads * kRows;
@@ -481,13 +486,11 @@ bool TryThreadRows(const Program& program, const RowsProblem& problem, const Row
       constexpr int kBytes = kWidth * static_cast<int>(sizeof(typename Program::Element));
       constexpr int kMany = ManyThreadRows<Program>(kWidth);
       if (problem.n != kWidth || !AreAligned(program, WordBytesOf(kBytes))) return false;
-      // Small blocks, because they are spread over more multiprocessors.
-      const std::integral_constant<int, 1> one;
-      if (are_few) return launch(width, one, kBlockSize / 4);
-      if constexpr (kMany == 1) return launch(width, one, kBlockSize / 2);
+      if (kMany == 0 && !are_few) return false;
       if constexpr (kMany > 1) {
-        return launch(width, std::integral_constant<int, kMany>(), kBlockSize);
+        if (are_many) return launch(width, std::integral_constant<int, kMany>(), kBlockSize);
       }
+      return launch(width, std::integral_constant<int, 1>(), threads_of_one);
     }
     return false;
   };

@@ -68,6 +68,7 @@ struct WholeRowsTraits {
   bool is_traced;
   bool has_outputs = true;
   bool names = false;  // as Program::kNames
+  int reductions = 1;
 };
 
 // Rows of teams of several blocks have at least kClusterColumns elements; such a team has at most
@@ -127,7 +128,8 @@ struct WholeRowsShapes {
 //  - warps access as many places in memory as they have rows, which slows down stores: f32 softmax
 //    of 666666 x 60 takes 85 us with four packs, 137 with eight;
 //  - row vectors are loaded once for all rows of a thread: rms norm of bf16 666666 x 60 takes 48 us
-//    with two packs of each of four rows, 61 with four of two.
+//    with two packs of each of four rows, 61 with four of two. Layer norm needs too many registers
+//    for that: 400000 x 100 takes 51 us with two rows, 59 with four.
 JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTraits& traits,
                                                             bool has_edges, int64_t packs) {
   const bool is_narrow = traits.pack > 4, has_vectors = traits.vectors > 0;
@@ -140,7 +142,9 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTrait
     if (traits.inputs > 1) return {{{4, 1}, {5, 1}, {3, 2}}};
     // One row of a thread is for arrays with too few rows for several.
     if (!traits.has_outputs) return {{{8, 1}, {7, 1}, {6, 1}, {10, 1}}};
-    if (has_vectors && packs > 32) return {{{4, 2}, {3, 2}, {8, 1, 8}, {6, 1, 8}}};
+    if (has_vectors && (packs > 32 || traits.reductions > 1)) {
+      return {{{4, 2}, {3, 2}, {8, 1, 8}, {6, 1, 8}}};
+    }
     if (has_vectors) return {{{2, 4}, {4, 2}, {3, 2}, {8, 1, 8}, {6, 1, 8}}};
     if (traits.names && packs <= 8) return {{{4, 2}, {3, 2}, {8, 1, 4}, {6, 1, 4}}};
     if (traits.names || packs > 32) return {{{8, 1, 4}, {7, 1, 4}, {6, 1, 4}, {10, 1, 4}}};
@@ -162,9 +166,11 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTrait
     if (has_vectors && packs <= 8) return {{{2, 2}, {4, 1}, {3, 1}}};
     if (has_vectors) return {{{4, 1}, {3, 1}, {5, 1, 4}}};
   }
+  const bool stores = traits.has_outputs && !traits.names;
+  if (has_room && is_narrow && stores && packs <= 8) return {{{2, 2}, {4, 1}, {3, 1}, {5, 1, 4}}};
   if (has_room && is_narrow) return {{{4, 1}, {3, 1}, {5, 1, 4}}};
   if (has_room && !traits.has_outputs) return {{{8, 1}, {7, 1}, {6, 1}, {5, 1}, {4, 1}}};
-  if (has_room && packs > 12) return {{{4, 1}, {8, 1, 4}, {7, 1, 4}, {6, 1, 4}, {5, 1, 4}}};
+  if (has_room && packs > 12) return {{{8, 1, 8}, {4, 1}, {7, 1, 4}, {6, 1, 4}, {5, 1, 4}}};
   if (has_room && traits.names) return {{{3, 2}, {4, 1, 2}, {8, 1, 4}}};
   if (has_room) return {{{3, 2}, {2, 2}, {4, 1, 2}, {8, 1, 4}}};
   if (packs <= 8) return {{{2, 2}, {1, 4}, {4, 1}, {other, 1}}};
@@ -931,9 +937,7 @@ JOF_HOST_DEVICE constexpr int WholeRowsBlocks() {
   if (Program::kInputs > 1) return 2;
   // With 4 instead of 3, log_softmax of bf16 610687 x 131 takes 107 us instead of 125.
   if (kEdges > 0) return kNarrow && Program::kVectors == 0 ? 4 : 3;
-  // More would spill registers.
-  const bool is_large = V * kHeld * kRows > 32 || (kRows > 2 && Program::kReductions > 1);
-  if (Program::kVectors > 0 && is_large) return 3;
+  if (Program::kVectors > 0 && V * kHeld * kRows > 32) return 3;  // more would spill registers
   // With more blocks, layer norm of 400000 x 100 takes 55 us instead of 60.
   const bool shares = !Program::kIsTraced && V < Program::kPack && Program::kVectors > 0;
   const bool has_few = !kNarrow || kRows == 1 || shares;

@@ -60,6 +60,14 @@ def shapes_of(variables: Sequence[Any]) -> list[tuple[int, ...]]:
     return [var.aval.shape for var in variables]
 
 
+def _read(definition: Definition, args: Sequence[Any]) -> list[Any]:
+    """The arguments, or 0 for those that the kernel was found not to depend on.
+
+    Calls do not have these, but the jaxpr may still read them, as in `where(x > 0, t, t)`.
+    """
+    return [x if i in definition.reads else jnp.zeros_like(x) for i, x in enumerate(args)]
+
+
 def _types(parameters: Sequence[Parameter]) -> list[str]:
     return [p.type for p in parameters]
 
@@ -81,7 +89,8 @@ def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tu
             return [results[o] for o in of]
 
         def compute(*args: Any) -> Any:
-            of_moving = _primitive.of_some(chosen, args[:count], moving)
+            primals = _read(definition, args[:count])
+            of_moving = _primitive.of_some(chosen, primals, moving)
             return jax.jvp(of_moving, [args[i] for i in moving], [*args[count:]])[1]
 
         return compute
@@ -130,7 +139,7 @@ def transpose(
         return [results[o] for o in live]
 
     def cotangents(*args: Any) -> Any:
-        of_linear = _primitive.of_some(chosen, args[:count], linear)
+        of_linear = _primitive.of_some(chosen, _read(definition, args[:count]), linear)
         avals = [jax.ShapeDtypeStruct(shapes[i], computed(inputs[i])) for i in linear]
         return jax.linear_transpose(of_linear, *avals)([*args[count:]])
 

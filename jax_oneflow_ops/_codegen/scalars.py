@@ -859,18 +859,20 @@ class _Custom:
 
         if self.eqn.primitive.name == "custom_jvp_call":
             with_jvp: Any = jax.custom_jvp(value)
-            with_jvp.defjvp(lambda xs, ts: self._jvp(with_jvp(*xs), xs, ts))
+            with_jvp.defjvp(self._jvp)
             return with_jvp  # type: ignore[no-any-return]
         with_vjp: Any = jax.custom_vjp(value)
-        with_vjp.defvjp(lambda *xs: (with_vjp(*xs), xs), self._vjp)
+        with_vjp.defvjp(self._forward, self._vjp)
         return with_vjp  # type: ignore[no-any-return]
 
-    def _jvp(self, results: Any, xs: Sequence[Any], ts: Sequence[Any]) -> Any:
+    def _jvp(self, xs: Sequence[Any], ts: Sequence[Any]) -> Any:
         places, variables = self.places, self.variables
 
         def rule(primals: Any, tangents: Any) -> Any:
             of_places = _primitive.of_some(self._bound, primals, places)
-            return jax.jvp(of_places, [primals[k] for k in places], tangents)[1]
+            # The rule also computes the results. It need not call the function for that.
+            results, found = jax.jvp(of_places, [primals[k] for k in places], tangents)
+            return [*results, *found]
 
         def where(leaf: Any) -> Any:
             source, alignment = leaf
@@ -879,11 +881,23 @@ class _Custom:
             return self._operand((places[source - len(variables)], alignment), ts)
 
         tangents = [variables[k].aval for k in places]
-        found = self._of_rule(rule, tangents, [self.outs[k] for k in self.moved], where)
+        first = len(self.eqn.outvars)
+        moved = [
+            (first + of, alignment) for of, alignment in map(self.outs.__getitem__, self.moved)
+        ]
+        found = self._of_rule(rule, tangents, [*self.outs, *moved], where)
+        results = found[: len(self.outs)]
         every = [*map(_no_tangent, results)]
-        for k, tangent in zip(self.moved, found, strict=True):
+        for k, tangent in zip(self.moved, found[len(self.outs) :], strict=True):
             every[k] = tangent
         return results, every
+
+    def _forward(self, *xs: Any) -> Any:
+        def rule(primals: Any, _: Any) -> Any:
+            of_places = _primitive.of_some(self._bound, primals, self.places)
+            return jax.vjp(of_places, *(primals[k] for k in self.places))[0]
+
+        return self._of_rule(rule, [], self.outs, lambda leaf: self._operand(leaf, xs)), xs
 
     def _vjp(self, xs: Sequence[Any], cts: Sequence[Any]) -> Any:
         name, eqn, outs, line = self.name, self.eqn, self.outs, self.line

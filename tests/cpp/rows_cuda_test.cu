@@ -847,11 +847,12 @@ int main(int argc, char** argv) {
     launches += TestNorms<BFloat16>({220000, 10, 1}, 16) + TestNorms<float>({220000, 10, 1}, 16);
     launches += TestNorms<Half>({600, 256, 1}, 16) + TestNorms<double>({600, 256, 1}, 16);
   }
-  // Many short rows: each number of packs, and of rows, that a thread may have.
+  // Many short rows, on GPUs with up to 134 multiprocessors: each number of packs, and of rows,
+  // that a thread may have.
   for (const RowsProblem& p :
-       {RowsProblem{13001, 2, 1},   RowsProblem{13001, 3, 1},   RowsProblem{13001, 4, 1},
-        RowsProblem{13001, 5, 1},   RowsProblem{13001, 6, 1},   RowsProblem{13001, 7, 1},
-        RowsProblem{13001, 8, 1},   RowsProblem{13001, 9, 1},   RowsProblem{13001, 10, 1},
+       {RowsProblem{280001, 2, 1},  RowsProblem{280001, 3, 1},  RowsProblem{280001, 4, 1},
+        RowsProblem{280001, 6, 1},  RowsProblem{280001, 8, 1},  RowsProblem{13001, 5, 1},
+        RowsProblem{13001, 7, 1},   RowsProblem{13001, 9, 1},   RowsProblem{13001, 10, 1},
         RowsProblem{13001, 12, 1},  RowsProblem{13001, 16, 1},  RowsProblem{70001, 20, 1},
         RowsProblem{70001, 28, 1},  RowsProblem{36001, 44, 1},  RowsProblem{18001, 68, 1},
         RowsProblem{18001, 100, 1}, RowsProblem{9001, 164, 1},  RowsProblem{9001, 196, 1},
