@@ -687,6 +687,78 @@ def test_custom_vjp_rules_of_numbers_and_of_an_array_in_two_places():
         assert_close(ours, theirs, 1e-5, 1e-5)
 
 
+def test_second_derivatives_of_custom_rules_that_do_not_call_the_function():
+    """JAX differentiates the results that the rule computes, not the function."""
+
+    @jax.custom_jvp
+    def sine(x):
+        return jnp.sin(x)
+
+    sine.defjvp(lambda xs, ts: (jnp.sin(xs[0]), 3 * jnp.cos(xs[0]) * ts[0]))
+
+    @jax.custom_vjp
+    def square(x):
+        return x * x
+
+    square.defvjp(lambda x: (x * x, x), lambda x, ct: (3 * x * ct,))
+
+    def second(f):
+        first = jax.grad(lambda x: f(x).sum())
+        return jax.grad(lambda x: (first(x) * x).sum())
+
+    x = normals(N)
+    for f in (
+        lambda x: sine(x) * x,
+        lambda x: square(x) * x,
+        lambda x: with_clipped_gradient(x * 3) * x,
+        lambda x: sine(x) / jnp.abs(x).sum(-1, keepdims=True),
+    ):
+        for fused in (jof.fuse(f), jof.fuse(f, partial=True)):
+            assert_close(second(fused)(x), second(f)(x), 2e-5, 2e-5)
+    assert_close(
+        jax.hessian(lambda x: jof.fuse(sine)(x).sum())(x), -3 * jnp.diag(jnp.sin(x)), 1e-5, 1e-5
+    )
+
+
+def test_a_rule_whose_results_read_another_array():
+    """First derivatives are right; those of its results are refused."""
+    grid = np.linspace(0.5, 1, N, dtype=np.float32)
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x * grid
+
+    scaled.defvjp(lambda x: (x * grid + 0, None), lambda _, ct: (ct * 3,))
+    fused, x = jof.fuse(lambda x: scaled(x) * x), normals(N)
+    first = jax.grad(lambda x: fused(x).sum())
+    assert_close(first(x), x * 3 + x * grid, 1e-5, 1e-5)
+    with pytest.raises(jof.FusionError, match="reads an array that it closes over"):
+        jax.grad(lambda x: first(x).sum())(x)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: jnp.mod(x, 2.0),
+        lambda x: jnp.where(x > 0, x, x + 1),
+        lambda x: jnp.where(x > 0, 2 * x, 2 * x + 1),
+        lambda x: jnp.where(x > 0, x, x + 1).sum(-1, keepdims=True) + x,
+    ],
+    ids=["mod", "equal", "computed twice", "row"],
+)
+@pytest.mark.parametrize("partial", [False, True], ids=["whole", "partial"])
+def test_gradients_that_do_not_depend_on_what_their_jaxpr_reads(f, partial):
+    x = normals(3, N)
+    fused = jof.fuse(lambda x: f(x), partial=partial)
+    for g in (fused, lambda x: fused(x) * x):
+        want = f if g is fused else lambda x: f(x) * x
+        ours, theirs = (jax.grad(lambda x, h=h: h(x).sum())(x) for h in (g, want))
+        assert_close(ours, theirs, 1e-5, 1e-5)
+        ours, theirs = (jax.jvp(jax.grad(lambda x, h=h: h(x).sum()), (x,), (x,)) for h in (g, want))
+        for a, e in zip(ours, theirs, strict=True):
+            assert_close(a, e, 1e-5, 1e-5)
+
+
 @jax.custom_vjp
 def with_clipped_gradient(x):
     return x

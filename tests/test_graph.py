@@ -974,3 +974,35 @@ def test_messages_that_read_nothing(row):
     table = jnp.zeros((4, *row))
     found = jof.message_sum(jnp.ones_like, (table,), ids, ids, num_segments=4)
     np.testing.assert_array_equal(found.reshape(-1), [1, 2, 0, 0])
+
+
+@pytest.mark.parametrize("edges", [0, 1, 3])
+def test_functions_that_close_over_arrays_of_edges(edges):
+    """With fewer than two edges, the function cannot be traced for two."""
+    x = jnp.asarray(rng_for("closures").normal(size=(4, 2)), jnp.float32)
+    ids, w = jnp.arange(edges, dtype=jnp.int32), jnp.full((edges, 1), 3.0)
+    for f in (
+        lambda a: a * w,
+        lambda a: a + jnp.broadcast_to(jnp.float32(1), (edges, 2)),
+        lambda a: jnp.broadcast_to(jnp.tanh(a), (edges, 2)),
+    ):
+        want = jax.ops.segment_sum(f(x[ids]), ids, 4)
+        got = jof.message_sum(f, (x,), ids, ids, num_segments=4)
+        np.testing.assert_allclose(got, want, 1e-6)
+
+
+def test_derivatives_of_messages_whose_rule_does_not_call_the_function():
+    @jax.custom_jvp
+    def sine(x):
+        return jnp.sin(x)
+
+    sine.defjvp(lambda xs, ts: (jnp.sin(xs[0]), 3 * jnp.cos(xs[0]) * ts[0]))
+    x, ids = jnp.asarray(rng_for("rules").normal(size=(5, 3)), jnp.float32), jnp.arange(5)
+    for f in (lambda a: sine(a) * a, lambda a: jnp.mod(a, 2.0), lambda a: jnp.mod(a, 2.0) * a):
+
+        def total(x, f=f):
+            return jof.message_sum(f, (x,), ids, ids, num_segments=5).sum()
+
+        for d in (jax.grad, lambda f: jax.grad(lambda x: (jax.grad(f)(x) * x).sum())):
+            want = d(lambda x, f=f: f(x).sum())(x)
+            np.testing.assert_allclose(d(total)(x), want, 2e-5, 2e-5)

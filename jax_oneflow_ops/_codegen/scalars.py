@@ -851,6 +851,7 @@ class _Custom:
     def _is_moving(self, atom: Any) -> bool:
         return not self.is_captured(atom) and not _compat.is_literal(atom) and _is_moved(atom)
 
+    @functools.cached_property
     def function(self) -> Callable[..., Any]:
         """The function of the scalars that `needs` names."""
 
@@ -862,17 +863,48 @@ class _Custom:
             with_jvp.defjvp(self._jvp)
             return with_jvp  # type: ignore[no-any-return]
         with_vjp: Any = jax.custom_vjp(value)
-        with_vjp.defvjp(self._forward, self._vjp)
+        with_vjp.defvjp(lambda *xs: (self._results(xs), xs), self._vjp)
         return with_vjp  # type: ignore[no-any-return]
+
+    def _results(self, xs: Sequence[Any]) -> list[Any]:
+        """The results as the rule computes them: it need not call the function for that."""
+        differentiate = jax.jvp if self.eqn.primitive.name == "custom_jvp_call" else _vjp_of
+
+        def rule(primals: Any, _: Any) -> Any:
+            of_places = _primitive.of_some(self._bound, primals, self.places)
+            moving = [primals[k] for k in self.places]
+            return differentiate(of_places, moving, moving)[0]
+
+        closed = self._traced(rule, [])
+        if self._is_own_call(_compat.jaxpr_and_consts(closed)[0]):
+            return [*self.function(*xs)]
+        try:
+            return self._planned(closed, self.outs, lambda leaf: self._operand(leaf, xs))
+        except FusionError as error:  # it reads other arrays than the value does
+            refuse = self.refusing(str(error), error.primitive)
+            return [refuse(y) for y in self.function(*xs)]
+
+    def _is_own_call(self, jaxpr: Any) -> bool:
+        """Whether a rule's results are those of a call of the function itself."""
+        made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        eqn = None if _compat.is_literal(jaxpr.outvars[0]) else made_by.get(jaxpr.outvars[0])
+        if eqn is None or eqn.primitive is not self.eqn.primitive:
+            return False
+        own, other = (str(_compat.called_jaxpr(e)) for e in (self.eqn, eqn))
+        given = [
+            var
+            for var, atom in zip(jaxpr.invars, self.variables, strict=True)
+            if not self.is_captured(atom)
+        ]
+        read = [atom for atom in eqn.invars if atom in given]
+        return [*eqn.outvars] == [*jaxpr.outvars] and read == given and own == other
 
     def _jvp(self, xs: Sequence[Any], ts: Sequence[Any]) -> Any:
         places, variables = self.places, self.variables
 
         def rule(primals: Any, tangents: Any) -> Any:
             of_places = _primitive.of_some(self._bound, primals, places)
-            # The rule also computes the results. It need not call the function for that.
-            results, found = jax.jvp(of_places, [primals[k] for k in places], tangents)
-            return [*results, *found]
+            return jax.jvp(of_places, [primals[k] for k in places], tangents)[1]
 
         def where(leaf: Any) -> Any:
             source, alignment = leaf
@@ -881,23 +913,13 @@ class _Custom:
             return self._operand((places[source - len(variables)], alignment), ts)
 
         tangents = [variables[k].aval for k in places]
-        first = len(self.eqn.outvars)
-        moved = [
-            (first + of, alignment) for of, alignment in map(self.outs.__getitem__, self.moved)
-        ]
-        found = self._of_rule(rule, tangents, [*self.outs, *moved], where)
-        results = found[: len(self.outs)]
+        demands = [self.outs[k] for k in self.moved]
+        found = self._planned(self._traced(rule, tangents), demands, where)
+        results = self._results(xs)
         every = [*map(_no_tangent, results)]
-        for k, tangent in zip(self.moved, found[len(self.outs) :], strict=True):
+        for k, tangent in zip(self.moved, found, strict=True):
             every[k] = tangent
         return results, every
-
-    def _forward(self, *xs: Any) -> Any:
-        def rule(primals: Any, _: Any) -> Any:
-            of_places = _primitive.of_some(self._bound, primals, self.places)
-            return jax.vjp(of_places, *(primals[k] for k in self.places))[0]
-
-        return self._of_rule(rule, [], self.outs, lambda leaf: self._operand(leaf, xs)), xs
 
     def _vjp(self, xs: Sequence[Any], cts: Sequence[Any]) -> Any:
         name, eqn, outs, line = self.name, self.eqn, self.outs, self.line
@@ -933,7 +955,8 @@ class _Custom:
         demands = [(self.place_of[self.positions[k]], self.needs[k][1]) for k in moving]
         if len({of for of, _ in demands}) < len(demands):
             raise _refused(name, eqn, line, "of an array in two ways ")
-        found = dict(zip(moving, self._of_rule(rule, vectors, demands, where), strict=True))
+        cotangents = self._planned(self._traced(rule, vectors), demands, where)
+        found = dict(zip(moving, cotangents, strict=True))
         return tuple(found.get(k) for k in range(len(self.needs)))
 
     def _bound(self, *xs: Any) -> Sequence[Any]:
@@ -943,18 +966,14 @@ class _Custom:
         results: Sequence[Any] = _compat.bind_equation(self.eqn, args)
         return results
 
-    def _of_rule(
-        self,
-        rule: Callable[..., Any],
-        vectors: Sequence[Any],
-        demands: Any,
-        where: Callable[[Any], Any],
-    ) -> list[Any]:
-        """Applies a rule on arrays to scalars; `where` finds the scalar of a leaf."""
-        avals = [v.aval for v in self.variables]
+    def _traced(self, rule: Callable[..., Any], vectors: Sequence[Any]) -> Any:
+        """The jaxpr of a rule on arrays: `variables`, and tangents or cotangents."""
         # Rules expect the types that they were traced for, shardings included.
         with _compat.context_of(self.eqn):
-            closed = traced.make_jaxpr(rule, avals, vectors)
+            return traced.make_jaxpr(rule, [v.aval for v in self.variables], vectors)
+
+    def _planned(self, closed: Any, demands: Any, where: Callable[[Any], Any]) -> list[Any]:
+        """Computes scalars of a rule's results; `where` finds the scalar of a leaf."""
         jaxpr = _compat.jaxpr_and_consts(closed)
         found = _plan(self.name, *jaxpr, demands, {}, self.line, self.space)
         return found.function(*map(where, found.leaves))
@@ -977,22 +996,25 @@ class _Custom:
         )
 
     def fixed(self) -> Callable[[Any], Any]:
-        """The identity, whose derivative is an error: for arrays that the function closes over."""
+        """The identity, for arrays that the function closes over."""
+        return self.refusing(
+            f"{self.name}: {_label(self.eqn, self.line)} has no derivative with respect to an "
+            "array that it closes over. Remedy: pass it the array as an argument.",
+            self.eqn.primitive.name,
+        )
+
+    def refusing(self, message: str, primitive: str | None) -> Callable[[Any], Any]:
+        """The identity, whose derivative is an error."""
 
         @jax.custom_jvp
-        def fixed(x: Any) -> Any:
+        def identity(x: Any) -> Any:
             return x
 
-        @fixed.defjvp
+        @identity.defjvp
         def _(*_: Any) -> Any:
-            raise FusionError(
-                f"{self.name}: {_label(self.eqn, self.line)} has no derivative with respect to an "
-                "array that it closes over. Remedy: pass it the array as an argument.",
-                self.eqn.primitive.name,
-                self.line,
-            )
+            raise FusionError(message, primitive, self.line)
 
-        return fixed
+        return identity
 
 
 def _custom(
@@ -1005,13 +1027,18 @@ def _custom(
     space: Space,
 ) -> _Step:
     call = _Custom(name, eqn, outs, exact, line, space)
-    function, fixed = call.function(), call.fixed()
+    fixed = call.fixed()
     is_fixed = [call.is_captured(atom) for atom, _ in call.needs]
 
     def compute(xs: list[Any]) -> Any:
-        return function(*(fixed(x) if fix else x for x, fix in zip(xs, is_fixed, strict=True)))
+        given = (fixed(x) if fix else x for x, fix in zip(xs, is_fixed, strict=True))
+        return call.function(*given)
 
     return _Step(call.needs, gives, compute)
+
+
+def _vjp_of(function: Callable[..., Any], primals: Sequence[Any], _: Any) -> Any:
+    return jax.vjp(function, *primals)
 
 
 def _is_moved(atom: Any) -> bool:
