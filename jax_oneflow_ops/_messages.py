@@ -644,18 +644,20 @@ def traced(
     """The messages that a function makes of arrays, which are read at the given sides.
 
     None if messages have a dtype that kernels lack, or if there are fewer than two edges and the
-    function works for their number only, because it closes over arrays of edges.
+    function works for their number only, for example because it closes over arrays of edges.
     """
     # With one edge, the dimension of edges could not be told from others of size 1.
-    are_few = isinstance(count, int) and count < 2
+    edges, are_few = count, isinstance(count, int) and count < 2
     count = 2 if are_few else count
     avals = [jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) for x in arrays]
     try:
         closed = _trace(function, fun, avals)
     except Exception:
-        if are_few:
-            return None
-        raise
+        if not are_few:
+            raise
+        own = [jax.ShapeDtypeStruct((edges, *x.shape[1:]), x.dtype) for x in arrays]
+        _trace(function, fun, own)  # it may be wrong for any number
+        return None
     exact: dict[int, Any] = {}
     if any(is_narrow(str(x.dtype)) for x in avals):
         wide = [
@@ -667,6 +669,8 @@ def traced(
     jaxpr, consts = _compat.jaxpr_and_consts(closed)
     (out,) = jaxpr.outvars
     shape, dtype = out.aval.shape, out.aval.dtype
+    if are_few and shape[:1] != (count,):
+        return None
     if _compat.is_literal(out) or shape[:1] != (count,):
         raise ValueError(
             f"{function}: fun must return an array whose first dimension is that of edges, got "

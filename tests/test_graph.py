@@ -985,10 +985,15 @@ def test_functions_that_close_over_arrays_of_edges(edges):
         lambda a: a * w,
         lambda a: a + jnp.broadcast_to(jnp.float32(1), (edges, 2)),
         lambda a: jnp.broadcast_to(jnp.tanh(a), (edges, 2)),
+        lambda a: jnp.broadcast_to(w, (edges, 2)),
     ):
         want = jax.ops.segment_sum(f(x[ids]), ids, 4)
         got = jof.message_sum(f, (x,), ids, ids, num_segments=4)
         np.testing.assert_allclose(got, want, 1e-6)
+    with pytest.raises(TypeError, match="fun must return one array"):
+        jof.message_sum(lambda a: (a, a), (x,), ids, ids, num_segments=4)
+    with pytest.raises(jof.FusionError, match="needs the values"):
+        jof.message_sum(lambda a: a if a.sum() > 0 else -a, (x,), ids, ids, num_segments=4)
 
 
 def test_derivatives_of_messages_whose_rule_does_not_call_the_function():
@@ -998,6 +1003,7 @@ def test_derivatives_of_messages_whose_rule_does_not_call_the_function():
 
     sine.defjvp(lambda xs, ts: (jnp.sin(xs[0]), 3 * jnp.cos(xs[0]) * ts[0]))
     x, ids = jnp.asarray(rng_for("rules").normal(size=(5, 3)), jnp.float32), jnp.arange(5)
+    # The derivatives of the last two do not read what their jaxpr reads.
     for f in (lambda a: sine(a) * a, lambda a: jnp.mod(a, 2.0), lambda a: jnp.mod(a, 2.0) * a):
 
         def total(x, f=f):

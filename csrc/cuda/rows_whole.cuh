@@ -30,8 +30,8 @@
 // may have several types, and need not be aligned.
 //
 // Rows of a thread share the row vectors that it loads, and packs that all lanes have are not
-// masked: layer norm of bf16 400000 x 100 takes 53 us instead of 64, rms norm 52 instead of 58 (a
-// copy takes 38, XLA 47 and 42).
+// masked: when this was added, layer norm of bf16 400000 x 100 took 53 us instead of 64, rms norm
+// 52 instead of 58 (a copy takes 38, XLA 47 and 42).
 //
 // What was tried: loads that bypass the L1 cache, 6 % slower in gradients; blocks of 128 threads, 2
 // to 21 % slower; registers for six blocks, which spill; rows with edges copied to shared memory
@@ -81,10 +81,9 @@ JOF_HOST_DEVICE constexpr int EdgesOf(int pack, int lanes) {
 }
 
 // An instance of WholeRowsKernel: how many packs of each row a thread holds, and how many rows, in
-// teams of at least `least_lanes`. With fewer lanes, the warps of some programs would access too
-// many rows at a time. With edges, a thread would have more head and tail elements. For these,
-// traced programs are compiled for their lanes: at least 4, so that these elements take few
-// registers, except for very short rows.
+// teams of at least `least_lanes`. With fewer lanes, a warp would have too many rows at a time,
+// which slows down stores, or, in rows with edges, a thread too many head and tail elements. Traced
+// programs ignore it for rows with edges: they have at least 4 lanes, or 1 for very short rows.
 struct WholeRowsShape {
   int held, rows, least_lanes;
   int threads;              // the most in a block
@@ -113,7 +112,7 @@ struct WholeRowsShape {
   }
 };
 struct WholeRowsShapes {
-  static constexpr int kMost = 7;
+  static constexpr int kMost = 6;
   WholeRowsShape of[kMost];  // unused if it has 0 rows
 };
 
@@ -127,8 +126,9 @@ struct WholeRowsShapes {
 //    prefer instances with many packs;
 //  - warps access as many places in memory as they have rows, which slows down stores: f32 softmax
 //    of 666666 x 60 takes 85 us with four packs, 137 with eight;
-//  - row vectors are loaded once for all rows of a thread: rms norm of bf16 666666 x 60 takes 48 us
-//    with two packs of each of four rows, 61 with four of two. Layer norm needs too many registers
+//  - row vectors are loaded once for all rows of a thread: rms norm of bf16 344827 x 116 takes 46
+//  us
+//    with two packs of each of four rows, 50 with four of two. Layer norm needs too many registers
 //    for that: 400000 x 100 takes 51 us with two rows, 59 with four.
 JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTraits& traits,
                                                             bool has_edges, int64_t packs) {
@@ -140,19 +140,18 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTrait
   if (traits.is_short) {
     if (traits.sums > 0) return {{{4, 1}}};
     if (traits.inputs > 1) return {{{4, 1}, {5, 1}, {3, 2}}};
-    // One row of a thread is for arrays with too few rows for several.
+    // One row of each thread is for arrays with few rows, or for long ones.
     if (!traits.has_outputs) return {{{8, 1}, {7, 1}, {6, 1}, {10, 1}}};
     if (has_vectors && (packs > 32 || traits.reductions > 1)) {
       return {{{4, 2}, {3, 2}, {8, 1, 8}, {6, 1, 8}}};
     }
     if (has_vectors) return {{{2, 4}, {4, 2}, {3, 2}, {8, 1, 8}, {6, 1, 8}}};
-    if (traits.names && packs <= 8) return {{{4, 2}, {3, 2}, {8, 1, 4}, {6, 1, 4}}};
     if (traits.names || packs > 32) return {{{8, 1, 4}, {7, 1, 4}, {6, 1, 4}, {10, 1, 4}}};
     return {{{4, 2}, {3, 2}, {8, 1, 4}, {7, 1, 4}, {6, 1, 4}, {10, 1, 4}}};
   }
   if (traits.sums > 0) return {{{3, 1}, {2, 1}}};
   if (traits.inputs > 2) {
-    const int least_lanes = is_narrow ? 16 : 8;
+    const int least_lanes = !has_edges ? 0 : is_narrow ? 16 : 8;
     return {{{is_narrow ? 2 : 4, 1, least_lanes}, {is_narrow ? 1 : 2, 1, least_lanes}}};
   }
   if (has_edges && is_narrow) {
@@ -162,7 +161,7 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTrait
   if (has_edges) return {{{4, 1, 8}, {6, 1, 8}, {8, 1, 8}}};
   if (packs <= 2 && (is_narrow || !has_room)) return {{{1, 4}, {2, 2}, {4, 1}, {other, 1}}};
   if (traits.inputs == 1 && !traits.is_traced) {
-    if (has_vectors && !is_narrow) return {{{2, 2}, {3, 2, 8}, {4, 1}}};
+    if (has_vectors && !is_narrow) return {{{2, 2}, {3, 2, 8}, {4, 1}, {8, 1}}};
     if (has_vectors && packs <= 8) return {{{2, 2}, {4, 1}, {3, 1}}};
     if (has_vectors) return {{{4, 1}, {3, 1}, {5, 1, 4}}};
   }
@@ -171,8 +170,8 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTrait
   if (has_room && is_narrow) return {{{4, 1}, {3, 1}, {5, 1, 4}}};
   if (has_room && !traits.has_outputs) return {{{8, 1}, {7, 1}, {6, 1}, {5, 1}, {4, 1}}};
   if (has_room && packs > 12) return {{{8, 1, 8}, {4, 1}, {7, 1, 4}, {6, 1, 4}, {5, 1, 4}}};
-  if (has_room && traits.names) return {{{3, 2}, {4, 1, 2}, {8, 1, 4}}};
-  if (has_room) return {{{3, 2}, {2, 2}, {4, 1, 2}, {8, 1, 4}}};
+  if (has_room && traits.names) return {{{3, 2}, {4, 1, 2}}};
+  if (has_room) return {{{3, 2}, {2, 2}, {4, 1, 2}}};
   if (packs <= 8) return {{{2, 2}, {1, 4}, {4, 1}, {other, 1}}};
   return {{{4, 1}, {other, 1}}};
 }
@@ -285,6 +284,7 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const WholeRowsTraits& t
   if (team.lanes > 0) return team;
   const int64_t pack = traits.pack;
   const int64_t packs = n / pack;
+  if (packs * pack > 8192) return team;  // WideRowsKernel is better
   const WholeRowsShapes shapes = WholeRowsShapesOf(traits, has_edges, packs);
   int64_t least_cost = 0;
   for (const WholeRowsShape& one : shapes.of) {
@@ -937,7 +937,7 @@ JOF_HOST_DEVICE constexpr int WholeRowsBlocks() {
   if (Program::kInputs > 1) return 2;
   // With 4 instead of 3, log_softmax of bf16 610687 x 131 takes 107 us instead of 125.
   if (kEdges > 0) return kNarrow && Program::kVectors == 0 ? 4 : 3;
-  if (Program::kVectors > 0 && V * kHeld * kRows > 32) return 3;  // more would spill registers
+  if (Program::kVectors > 0 && V * kHeld * kRows > 32) return 3;  // with 4, values would spill
   // With more blocks, layer norm of 400000 x 100 takes 55 us instead of 60.
   const bool shares = !Program::kIsTraced && V < Program::kPack && Program::kVectors > 0;
   const bool has_few = !kNarrow || kRows == 1 || shares;

@@ -61,9 +61,9 @@ def shapes_of(variables: Sequence[Any]) -> list[tuple[int, ...]]:
 
 
 def _read(definition: Definition, args: Sequence[Any]) -> list[Any]:
-    """The arguments, or 0 for those that the kernel was found not to depend on.
+    """The arguments; 0 in place of those that no result depends on.
 
-    Calls do not have these, but the jaxpr may still read them, as in `where(x > 0, t, t)`.
+    Callers do not pass these, but the jaxpr still mentions them, such as x in `where(x > 0, t, t)`.
     """
     return [x if i in definition.reads else jnp.zeros_like(x) for i, x in enumerate(args)]
 

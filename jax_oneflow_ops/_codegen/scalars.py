@@ -827,12 +827,14 @@ class _Custom:
         self._add_unused()
         given = [k for k, atom in enumerate(eqn.invars) if not _compat.is_literal(atom)]
         self.variables = [eqn.invars[k] for k in given]
-        # What has a derivative: needs, outs, and variables.
-        self.moving = [k for k, (atom, _) in enumerate(self.needs) if self._is_moving(atom)]
-        self.moved = [k for k, (of, _) in enumerate(outs) if _is_moved(eqn.outvars[of])]
-        self.places = [k for k, atom in enumerate(self.variables) if self._is_moving(atom)]
+        # What has a derivative: the indices into needs, outs and variables.
+        self.moving_needs = [k for k, (atom, _) in enumerate(self.needs) if self._is_moving(atom)]
+        self.moving_outs = [k for k, (of, _) in enumerate(outs) if _may_move(eqn.outvars[of])]
+        self.moving_variables = [
+            k for k, atom in enumerate(self.variables) if self._is_moving(atom)
+        ]
         # The place of each position, for those of variables with a derivative.
-        self.place_of = {given[k]: place for place, k in enumerate(self.places)}
+        self.place_of = {given[k]: place for place, k in enumerate(self.moving_variables)}
 
     def _add_unused(self) -> None:
         """Adds operands that the value does not use, but that the rule may use."""
@@ -849,7 +851,7 @@ class _Custom:
         return isinstance(atom, Constant) or any(atom is other for other in captured)
 
     def _is_moving(self, atom: Any) -> bool:
-        return not self.is_captured(atom) and not _compat.is_literal(atom) and _is_moved(atom)
+        return not self.is_captured(atom) and not _compat.is_literal(atom) and _may_move(atom)
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
@@ -866,21 +868,29 @@ class _Custom:
         with_vjp.defvjp(lambda *xs: (self._results(xs), xs), self._vjp)
         return with_vjp  # type: ignore[no-any-return]
 
-    def _results(self, xs: Sequence[Any]) -> list[Any]:
-        """The results as the rule computes them: it need not call the function for that."""
-        differentiate = jax.jvp if self.eqn.primitive.name == "custom_jvp_call" else _vjp_of
+    @functools.cached_property
+    def _rule_of_results(self) -> Any:
+        """The jaxpr of the results as the rule computes them: it need not call the function."""
 
         def rule(primals: Any, _: Any) -> Any:
-            of_places = _primitive.of_some(self._bound, primals, self.places)
-            moving = [primals[k] for k in self.places]
-            return differentiate(of_places, moving, moving)[0]
+            of_places = _primitive.of_some(self._bound, primals, self.moving_variables)
+            moving = [primals[k] for k in self.moving_variables]
+            if self.eqn.primitive.name == "custom_jvp_call":
+                return jax.jvp(of_places, moving, moving)[0]
+            return jax.vjp(of_places, *moving)[0]
 
-        closed = self._traced(rule, [])
-        if self._is_own_call(_compat.jaxpr_and_consts(closed)[0]):
-            return [*self.function(*xs)]
+        return self._traced(rule, [])
+
+    def _results(self, xs: Sequence[Any]) -> list[Any]:
+        """The results when the function is differentiated."""
+        closed = self._rule_of_results
         try:
             return self._planned(closed, self.outs, lambda leaf: self._operand(leaf, xs))
-        except FusionError as error:  # it reads other arrays than the value does
+        except FusionError as error:
+            if self._is_own_call(_compat.jaxpr_and_consts(closed)[0]):
+                return [*self.function(*xs)]
+            # A kernel cannot compute the rule's results: they keep their values, but have no
+            # derivative.
             refuse = self.refusing(str(error), error.primitive)
             return [refuse(y) for y in self.function(*xs)]
 
@@ -900,7 +910,7 @@ class _Custom:
         return [*eqn.outvars] == [*jaxpr.outvars] and read == given and own == other
 
     def _jvp(self, xs: Sequence[Any], ts: Sequence[Any]) -> Any:
-        places, variables = self.places, self.variables
+        places, variables = self.moving_variables, self.variables
 
         def rule(primals: Any, tangents: Any) -> Any:
             of_places = _primitive.of_some(self._bound, primals, places)
@@ -913,17 +923,22 @@ class _Custom:
             return self._operand((places[source - len(variables)], alignment), ts)
 
         tangents = [variables[k].aval for k in places]
-        demands = [self.outs[k] for k in self.moved]
+        demands = [self.outs[k] for k in self.moving_outs]
         found = self._planned(self._traced(rule, tangents), demands, where)
         results = self._results(xs)
         every = [*map(_no_tangent, results)]
-        for k, tangent in zip(self.moved, found, strict=True):
+        for k, tangent in zip(self.moving_outs, found, strict=True):
             every[k] = tangent
         return results, every
 
     def _vjp(self, xs: Sequence[Any], cts: Sequence[Any]) -> Any:
         name, eqn, outs, line = self.name, self.eqn, self.outs, self.line
-        moving, moved, places, variables = self.moving, self.moved, self.places, self.variables
+        moving, moved, places, variables = (
+            self.moving_needs,
+            self.moving_outs,
+            self.moving_variables,
+            self.variables,
+        )
         if any(self.space.summed.difference(outs[k][1]) for k in moved):
             raise FusionError(
                 f"{name}: {_label(eqn, line)} is a jax.custom_vjp function whose result is "
@@ -979,7 +994,7 @@ class _Custom:
         return found.function(*map(where, found.leaves))
 
     def _operand(self, leaf: tuple[Any, Alignment], xs: Sequence[Any]) -> Any:
-        """The one of the scalars `xs` of the needs that a rule reads."""
+        """Finds, among the scalars `xs` (one for each need), the one for a leaf of a rule."""
         source, alignment = leaf
         atom = source if isinstance(source, Constant) else self.variables[source]
         for (other, own), x in zip(self.needs, xs, strict=True):
@@ -993,14 +1008,6 @@ class _Custom:
             "call it outside of the fused function.",
             self.eqn.primitive.name,
             self.line,
-        )
-
-    def fixed(self) -> Callable[[Any], Any]:
-        """The identity, for arrays that the function closes over."""
-        return self.refusing(
-            f"{self.name}: {_label(self.eqn, self.line)} has no derivative with respect to an "
-            "array that it closes over. Remedy: pass it the array as an argument.",
-            self.eqn.primitive.name,
         )
 
     def refusing(self, message: str, primitive: str | None) -> Callable[[Any], Any]:
@@ -1027,7 +1034,11 @@ def _custom(
     space: Space,
 ) -> _Step:
     call = _Custom(name, eqn, outs, exact, line, space)
-    fixed = call.fixed()
+    fixed = call.refusing(
+        f"{name}: {_label(eqn, line)} has no derivative with respect to an array that it closes "
+        "over. Remedy: pass it the array as an argument.",
+        eqn.primitive.name,
+    )
     is_fixed = [call.is_captured(atom) for atom, _ in call.needs]
 
     def compute(xs: list[Any]) -> Any:
@@ -1037,11 +1048,7 @@ def _custom(
     return _Step(call.needs, gives, compute)
 
 
-def _vjp_of(function: Callable[..., Any], primals: Sequence[Any], _: Any) -> Any:
-    return jax.vjp(function, *primals)
-
-
-def _is_moved(atom: Any) -> bool:
+def _may_move(atom: Any) -> bool:
     """Whether a value may have a derivative."""
     return is_inexact(str(atom.aval.dtype))
 

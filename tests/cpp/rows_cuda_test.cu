@@ -766,6 +766,14 @@ int64_t TestOnce(const RowsProblem& p) {
   return 6;
 }
 
+// The norms that TestOnce leaves out: rms norm, and with a residual.
+template <typename T>
+int64_t TestOtherNorms(const RowsProblem& p) {
+  TestNorm<T, float>(p, false, false, true, 0, 0);
+  TestNorm<T, float>(p, false, true, true, 0, 0);
+  return 4;
+}
+
 }  // namespace
 
 // Arguments: "brief" for fewer cases, or "full", then a part: "plans", "strided", "group_norm",
@@ -855,11 +863,13 @@ int main(int argc, char** argv) {
         RowsProblem{13001, 7, 1},   RowsProblem{13001, 9, 1},   RowsProblem{13001, 10, 1},
         RowsProblem{13001, 12, 1},  RowsProblem{13001, 16, 1},  RowsProblem{70001, 20, 1},
         RowsProblem{70001, 28, 1},  RowsProblem{36001, 44, 1},  RowsProblem{18001, 68, 1},
-        RowsProblem{18001, 100, 1}, RowsProblem{9001, 164, 1},  RowsProblem{9001, 196, 1},
-        RowsProblem{9001, 228, 1},  RowsProblem{9001, 260, 1},  RowsProblem{18001, 184, 1},
-        RowsProblem{18001, 208, 1}, RowsProblem{18001, 264, 1}, RowsProblem{9001, 520, 1}}) {
-    if (brief || !wanted("short")) break;
+        RowsProblem{18001, 100, 1}, RowsProblem{36001, 116, 1}, RowsProblem{18001, 124, 1},
+        RowsProblem{9001, 164, 1},  RowsProblem{9001, 196, 1},  RowsProblem{9001, 228, 1},
+        RowsProblem{9001, 260, 1},  RowsProblem{18001, 184, 1}, RowsProblem{18001, 208, 1},
+        RowsProblem{18001, 264, 1}, RowsProblem{9001, 520, 1}}) {
+    if (!wanted("short") || (brief && p.n != 3)) continue;
     launches += TestOnce<BFloat16>(p) + TestOnce<float>(p);
+    launches += TestOtherNorms<BFloat16>(p) + TestOtherNorms<float>(p);
   }
   // Long rows: more rows than teams, with row lengths that put the rows' starts at one, at two and
   // at all offsets within a pack. Rows of 76,800 with an f32 residual fill a block's shared memory.
