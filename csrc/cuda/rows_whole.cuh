@@ -137,10 +137,16 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTrait
   // Whether registers hold nothing but the elements of one array.
   const bool has_room = !has_vectors && traits.inputs == 1;
   const int other = is_narrow ? 3 : 8;
+  // Measured for up to 320 packs only.
+  if (packs > 320 && traits.inputs == 1 && traits.sums == 0 && !has_edges) {
+    if (traits.is_short) return {{{8, 1}, {6, 1}}};
+    if (is_narrow || has_vectors) return {{{4, 1}, {other, 1}}};
+    return {{{8, 1}, {4, 1}, {6, 1}}};
+  }
   if (traits.is_short) {
     if (traits.sums > 0) return {{{4, 1}}};
     if (traits.inputs > 1) return {{{4, 1}, {5, 1}, {3, 2}}};
-    // One row of each thread is for arrays with few rows, or for long ones.
+    // One row of each thread is for arrays with few rows, too.
     if (!traits.has_outputs) return {{{8, 1}, {7, 1}, {6, 1}, {10, 1}}};
     if (has_vectors && (packs > 32 || traits.reductions > 1)) {
       return {{{4, 2}, {3, 2}, {8, 1, 8}, {6, 1, 8}}};
@@ -212,10 +218,10 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOfClusters(const WholeR
 }
 
 // All instances for a program are in these lists.
-inline constexpr int kWholeRowsLists = 7;
+inline constexpr int kWholeRowsLists = 8;
 JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsList(const WholeRowsTraits& traits,
                                                         bool has_edges, int list) {
-  constexpr int kPacks[] = {2, 8, 12, 32, 33}, kLast = kWholeRowsLists - 1;
+  constexpr int kPacks[] = {2, 8, 12, 32, 33, 321}, kLast = kWholeRowsLists - 1;
   static_assert(sizeof(kPacks) == (kLast - 1) * sizeof(int));
   if (list == kLast) return WholeRowsShapesOfClusters(traits, has_edges);
   if (list == kLast - 1) return WholeRowsShapesOfFew(traits, has_edges);
