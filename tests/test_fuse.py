@@ -727,6 +727,24 @@ def test_second_derivatives_of_custom_rules_that_do_not_call_the_function():
     )
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.bool_])
+def test_custom_rules_of_rows_with_integer_arrays(dtype):
+    @jax.custom_jvp
+    def scaled(x, n):
+        return x * n
+
+    scaled.defjvp(lambda xs, ts: (xs[0] * xs[1], 2 * ts[0] * xs[1]))
+
+    def f(x, n):
+        return scaled(x, n) / (1 + x * x).sum(-1, keepdims=True)
+
+    x, n = normals(3, N), np.arange(3 * N).reshape(3, N).astype(dtype)
+    ours, theirs = (jax.grad(lambda x, g=g: g(x, n).sum())(x) for g in (jof.fuse(f), f))
+    assert_close(ours, theirs, 1e-5, 1e-5)
+    ours, theirs = (jax.jvp(lambda x, g=g: g(x, n), (x,), (x,))[1] for g in (jof.fuse(f), f))
+    assert_close(ours, theirs, 1e-5, 1e-5)
+
+
 def test_a_rule_that_rebuilds_its_result_from_a_captured_array():
     """First derivatives are right; those of its results are refused."""
     grid = np.linspace(0.5, 1, N, dtype=np.float32)

@@ -216,6 +216,8 @@ class Program:
 
     def literal(self, x: Any, dtype: str) -> int:
         """Adds a literal and returns its number among the values."""
+        if np.asarray(x).dtype == jax.dtypes.float0:  # the tangent of an integer: nothing reads it
+            x, dtype = False, "bool"
         found = self.add("literal", dtype, (), _literal(np.asarray(x), dtype))
         if _is_float(dtype):
             self._numbers[found] = float(np.asarray(x).astype(computed(dtype)))
