@@ -1647,6 +1647,21 @@ def test_rows_of_symbolic_sizes():
             assert_close(a, e, 1e-5, 1e-6)
 
 
+@pytest.mark.parametrize("shapes", [("n, k", "k"), ("n, 4", "4")], ids=str)
+@pytest.mark.parametrize(
+    "f",
+    [lambda x, b: jnp.tanh(x) * b, lambda x, b: jnp.tanh(x - x.mean(0)) * 2 * b],
+    ids=["elementwise", "columns"],
+)
+def test_parts_of_symbolic_sizes(f, shapes):
+    x, b = normals(3, 4), normals(4, key=1)
+    specs = jax.export.symbolic_args_specs((x, b), shapes)
+    fused = jof.fuse(lambda x, b: f(x, b), partial=True)
+    for of in (lambda g: g, lambda g: jax.grad(lambda x, b: (g(x, b) ** 2).sum(), 1)):
+        export = jax.export.export(jax.jit(of(fused)), disabled_checks=jof.export_checks())(*specs)
+        assert_close(export.call(x, b), of(f)(x, b), 1e-5, 1e-6)
+
+
 def test_results_of_reductions_are_not_rounded():
     """`fuse` does not round the mean to bfloat16, as jnp.mean does."""
     x, scale = normals(64, 256, dtype=jnp.bfloat16), jnp.ones(256, jnp.bfloat16)

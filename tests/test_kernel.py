@@ -2015,3 +2015,16 @@ def test_architectures(monkeypatch):
         compilers.cuda_architecture.cache_clear()
         assert compilers.cuda_architecture() == expected
     compilers.cuda_architecture.cache_clear()
+
+
+@pytest.mark.parametrize("shapes", [("n, k", "k"), ("n, k", "n, 1")], ids=str)
+def test_export_of_the_gradient_of_a_broadcast_operand(shapes):
+    product = jof.ElementwiseKernel(
+        "T x, T b", "T y", "y = x * b", "product", derivatives={"x": "b", "b": "x"}
+    )
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    b = x[0] if shapes[1] == "k" else x[:, :1]
+    gradient = jax.grad(lambda x, b: (product(x, b) ** 2).sum(), 1)
+    specs = jax.export.symbolic_args_specs((x, b), shapes)
+    export = jax.export.export(jax.jit(gradient), disabled_checks=jof.export_checks())(*specs)
+    np.testing.assert_allclose(export.call(x, b), gradient(x, b), 1e-6)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jax_oneflow_ops import _compat
 from jax_oneflow_ops._codegen import scalars, traced
+from jax_oneflow_ops._codegen.signature import size_of
 
 # Primitives that XLA fuses with the elementwise operations before them.
 _READS_IN_PLACE = re.compile(
@@ -140,7 +141,8 @@ def custom_vjps_of_broadcast(jaxpr: Any) -> set[int]:
 
     Their backward rules need the sum of the cotangents of all elements, which no kernel has.
     """
-    most = {var: var.aval.size for eqn in jaxpr.eqns for var in eqn.outvars}
+    own = {var: size_of(var.aval.shape) for eqn in jaxpr.eqns for var in eqn.outvars}
+    most = dict(own)
     for eqn in reversed(jaxpr.eqns):
         for x in eqn.invars:
             if not _compat.is_literal(x) and x in most:
@@ -148,7 +150,7 @@ def custom_vjps_of_broadcast(jaxpr: Any) -> set[int]:
     return {
         k
         for k, eqn in enumerate(jaxpr.eqns)
-        if any(most[var] > var.aval.size for var in eqn.outvars)
+        if any(most[var] > own[var] for var in eqn.outvars)
         and scalars.is_or_calls(eqn, "custom_vjp")
     }
 

@@ -28,7 +28,13 @@ from jax_oneflow_ops import _compat, _operands, _primitive
 from jax_oneflow_ops._codegen import cache, compilers, derive
 from jax_oneflow_ops._codegen.definition import Definition, may_use_a_reference, partial
 from jax_oneflow_ops._codegen.messages import annotated, messages
-from jax_oneflow_ops._codegen.signature import MAX_OUTPUTS, computed_in, is_inexact, is_narrow
+from jax_oneflow_ops._codegen.signature import (
+    MAX_OUTPUTS,
+    computed_in,
+    is_inexact,
+    is_narrow,
+    size_of,
+)
 from jax_oneflow_ops._codegen.source import Mode, Spec, derivative_spec, source, value_spec
 from jax_oneflow_ops._codegen.traced import Traced
 
@@ -342,7 +348,7 @@ def _tangents(
         read = [*primals]
     elif shape is not None:
         # The results have the shape that operands broadcast to: adds inputs until it is `shape`.
-        for i in sorted(primals, key=lambda i: primals[i].size, reverse=True):
+        for i in sorted(primals, key=lambda i: size_of(primals[i].shape), reverse=True):
             if _shape_of([*(primals[k] for k in read), *vectors]) == shape:
                 break
             read = [*{*read, i}]

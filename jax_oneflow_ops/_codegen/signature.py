@@ -1,6 +1,7 @@
 """The parameters of a kernel: their names and dtypes."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -180,3 +181,8 @@ def computed_in(*dtypes: str) -> str:
     if any("complex" in dtype for dtype in dtypes):
         return "complex128" if wide else "complex64"
     return "float64" if wide else "float32"
+
+
+def size_of(shape: Sequence[Any]) -> int:
+    """The number of elements, to compare shapes by. Symbolic dimensions count as 4096."""
+    return math.prod(n if isinstance(n, int) else 4096 for n in shape)
