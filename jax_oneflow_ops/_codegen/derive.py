@@ -61,7 +61,7 @@ def shapes_of(variables: Sequence[Any]) -> list[tuple[int, ...]]:
 
 
 def _read(definition: Definition, args: Sequence[Any]) -> list[Any]:
-    """The arguments; 0 in place of those that no result depends on.
+    """The arguments of a linear function; 0 in place of those that no result depends on.
 
     Callers do not pass these, but the jaxpr still mentions them, such as x in `where(x > 0, t, t)`.
     """
@@ -89,8 +89,7 @@ def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tu
             return [results[o] for o in of]
 
         def compute(*args: Any) -> Any:
-            primals = _read(definition, args[:count])
-            of_moving = _primitive.of_some(chosen, primals, moving)
+            of_moving = _primitive.of_some(chosen, args[:count], moving)
             return jax.jvp(of_moving, [args[i] for i in moving], [*args[count:]])[1]
 
         return compute
