@@ -399,6 +399,15 @@ def _jvp(
         for k, t in zip(spec.inputs, tangents[GRAPH:], strict=True)
         if k >= 0 and not isinstance(t, ad.Zero) and jnp.result_type(t) != jax.dtypes.float0
     }
+    of_rules = derive.with_rules(spec.definition, tuple(moving))
+    if (
+        of_rules is not spec.definition
+        and spec.reduction == "sum"
+        and {*of_rules.reads} <= {*given}
+    ):
+        own = dataclasses.replace(spec, definition=of_rules, sides="".join(sides.values()))
+        found = bind(graph, given, row, own, **params)
+        result = _compat.broadcast_like(found, jax.typeof(result))
     definition, outs = derive.jvp(spec.definition, tuple(moving)) if moving else (None, ())
     if definition is None or not outs:
         return result, _primitive.total([], result)

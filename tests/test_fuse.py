@@ -722,6 +722,8 @@ def test_second_derivatives_of_custom_rules_that_do_not_call_the_function():
     ):
         for fused in (jof.fuse(f), jof.fuse(f, partial=True)):
             assert_close(second(fused)(x), second(f)(x), 2e-5, 2e-5)
+            squares = (second(lambda x, g=g: g(x) ** 2)(x) for g in (fused, f))
+            assert_close(*squares, 5e-5, 5e-5)
     assert_close(
         jax.hessian(lambda x: jof.fuse(sine)(x).sum())(x), -3 * jnp.diag(jnp.sin(x)), 1e-5, 1e-5
     )

@@ -1,6 +1,7 @@
 """Derivatives of traced bodies: again traced bodies, made by jax's own rules."""
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -115,6 +116,32 @@ def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tu
 
 
 @functools.lru_cache(maxsize=1024)
+def with_rules(definition: Definition, moving: tuple[int, ...]) -> Definition:
+    """The definition of the results when the inputs `moving` are differentiated.
+
+    The rule of a custom function computes its results, too. If it does not call the function for
+    that, their derivatives are not those of the function.
+    """
+    flat, _ = _compat.jaxpr_and_consts(definition.traced.jaxpr)
+    if not moving or not scalars.contains(flat, "custom_"):
+        return definition
+    function = core.jaxpr_as_fun(definition.traced.jaxpr)
+
+    def compute(*args: Any) -> Any:
+        of_moving = _primitive.of_some(function, args, moving)
+        return jax.vjp(of_moving, *(args[i] for i in moving))[0]
+
+    inputs, outputs = _types(definition.inputs), _types(definition.outputs)
+    shapes = shapes_of(flat.invars)
+    found = _derivative(definition, definition.name, compute, inputs, outputs, shapes)
+    calls = [
+        len(re.findall("custom_[jv]+p_call", str(d.traced.jaxpr))) for d in (definition, found)
+    ]
+    is_same = calls[0] == calls[1] and found.traced.code == definition.traced.code
+    return definition if is_same else found
+
+
+@functools.lru_cache(maxsize=1024)
 def transpose(
     definition: Definition,
     linear: tuple[int, ...],
@@ -183,6 +210,23 @@ def tangents_of(
     every = given | {count + k: t for k, t in enumerate(moving.values())}
     args = {i: every[i] for i in definition.reads}
     return dict(zip(outs, run(definition, args, outs), strict=True)) if outs else {}
+
+
+def results_of(
+    spec: Any, primals: Sequence[Any], tangents: Sequence[Any], results: Sequence[Any], run: Run
+) -> list[Any]:
+    """The results when they are differentiated: see `with_rules`."""
+    given = dict(zip(spec.primals, primals, strict=True))
+    moving = tuple(i for i, t in zip(spec.primals, tangents, strict=True) if not is_zero(t))
+    definition = with_rules(spec.definition, moving)
+    args = {i: given[i] for i in definition.reads if i in given}
+    if definition is spec.definition or not args or len(args) < len(definition.reads):
+        return [*results]
+    found = run(definition, args, range(len(results)))
+    return [
+        _compat.broadcast_like(new, jax.typeof(old))
+        for new, old in zip(found, results, strict=True)
+    ]
 
 
 def cotangents_of(

@@ -367,6 +367,7 @@ def _jvp(
             return bind_traced(definition, args, implementation)
 
         found = derive.tangents_of(spec, primals, tangents, run)
+        results = derive.results_of(spec, primals, tangents, results, run)
         return results, derive.tangents_like(results, found)
     shape = results[0].shape
     given = dict(zip(spec.primals, primals, strict=False))

@@ -374,6 +374,7 @@ def _jvp(
 
     results = kernel_p.bind(*primals, spec=spec, implementation=implementation)
     found = derive.tangents_of(spec, primals, tangents, run)
+    results = derive.results_of(spec, primals, tangents, results, run)
     return results, derive.tangents_like(results, found)
 
 
