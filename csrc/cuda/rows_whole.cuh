@@ -127,8 +127,7 @@ struct WholeRowsShapes {
 //  - warps access as many places in memory as they have rows, which slows down stores: f32 softmax
 //    of 666666 x 60 takes 85 us with four packs, 137 with eight;
 //  - row vectors are loaded once for all rows of a thread: rms norm of bf16 344827 x 116 takes 46
-//  us
-//    with two packs of each of four rows, 50 with four of two. Layer norm needs too many registers
+//    us with two packs of each of four rows, 50 with four of two. Layer norm has too few registers
 //    for that: 400000 x 100 takes 51 us with two rows, 59 with four.
 JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTraits& traits,
                                                             bool has_edges, int64_t packs) {
@@ -146,7 +145,7 @@ JOF_HOST_DEVICE constexpr WholeRowsShapes WholeRowsShapesOf(const WholeRowsTrait
   if (traits.is_short) {
     if (traits.sums > 0) return {{{4, 1}}};
     if (traits.inputs > 1) return {{{4, 1}, {5, 1}, {3, 2}}};
-    // One row of each thread is for arrays with few rows, too.
+    // Instances with one row of each thread also serve arrays with few rows.
     if (!traits.has_outputs) return {{{8, 1}, {7, 1}, {6, 1}, {10, 1}}};
     if (has_vectors && (packs > 32 || traits.reductions > 1)) {
       return {{{4, 2}, {3, 2}, {8, 1, 8}, {6, 1, 8}}};
@@ -290,7 +289,7 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const WholeRowsTraits& t
   if (team.lanes > 0) return team;
   const int64_t pack = traits.pack;
   const int64_t packs = n / pack;
-  if (packs * pack > 8192) return team;  // WideRowsKernel is better
+  if (packs * pack > 8192) return team;  // WideRowsKernel has longer rows
   const WholeRowsShapes shapes = WholeRowsShapesOf(traits, has_edges, packs);
   int64_t least_cost = 0;
   for (const WholeRowsShape& one : shapes.of) {

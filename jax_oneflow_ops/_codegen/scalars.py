@@ -874,10 +874,7 @@ class _Custom:
 
         def rule(primals: Any, _: Any) -> Any:
             of_places = _primitive.of_some(self._bound, primals, self.moving_variables)
-            moving = [primals[k] for k in self.moving_variables]
-            if self.eqn.primitive.name == "custom_jvp_call":
-                return jax.jvp(of_places, moving, moving)[0]
-            return jax.vjp(of_places, *moving)[0]
+            return jax.vjp(of_places, *(primals[k] for k in self.moving_variables))[0]
 
         return self._traced(rule, [])
 
@@ -1033,6 +1030,7 @@ def _custom(
     line: str,
     space: Space,
 ) -> _Step:
+    """A call of a function with a custom JVP or VJP."""
     call = _Custom(name, eqn, outs, exact, line, space)
     fixed = call.refusing(
         f"{name}: {_label(eqn, line)} has no derivative with respect to an array that it closes "
