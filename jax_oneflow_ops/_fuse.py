@@ -337,19 +337,15 @@ def _is_dtype(x: Any) -> bool:
 
 
 def _divided(jaxpr: Any) -> tuple[list[Any], list[str]]:
-    needed = {v for v in jaxpr.outvars if not _compat.is_literal(v)}
     kernels, rest = [], []
-    for eqn in reversed(jaxpr.eqns):
-        if needed.isdisjoint(eqn.outvars):
-            continue
-        needed.update(x for x in eqn.invars if not _compat.is_literal(x))
+    for eqn in scalars.live(jaxpr):
         name = eqn.primitive.name
         if name in ("jof_compiled", "jof_compiled_rows") and not _is_text(eqn):
             kernels.append(eqn)
         elif name not in traced.IDENTITIES and not _is_weakened(eqn):
             line = _compat.line_of(eqn)
             rest.append(f"{name} ({line})" if line else name)
-    return kernels[::-1], rest[::-1]
+    return kernels, rest
 
 
 def _is_text(eqn: Any) -> bool:
@@ -387,7 +383,7 @@ def _traced(
     name = getattr(fun, "__name__", type(fun).__name__)
     closed = traced.trace(name, flat, leaves)
     if partial:
-        closed = parts.flattened(*_compat.jaxpr_and_consts(closed), leaves)
+        closed = parts.flattened(*_compat.jaxpr_and_consts(closed))
     return closed, structure
 
 
@@ -441,7 +437,7 @@ def _whole_or_none(
     name: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], kernel: parts.Kernel
 ) -> list[Any] | None:
     """Computes the results by one kernel, for functions with reductions or stacks; else None."""
-    if parts.custom_vjps_of_broadcast(jaxpr):
+    if parts.custom_vjps_of_broadcast(jaxpr) or any(map(parts.captures, jaxpr.eqns)):
         return None
     try:
         space = scalars.space_of(name, jaxpr)

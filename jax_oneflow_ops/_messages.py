@@ -79,7 +79,7 @@ def bind(
     function: str,
     implementation: str | None,
 ) -> Any:
-    """Binds the primitive with only those operands that the definition reads.
+    """Binds the primitive with only those operands that the definition or its rules may read.
 
     Args:
       graph: six arrays.
@@ -92,7 +92,9 @@ def bind(
       implementation: the parameter that every primitive has.
     """
     sides = dict(zip(operands, spec.sides, strict=True))
-    read = [k for k in operands if k in spec.definition.reads]
+    # The rule of a custom function may read what the function does not.
+    has_rules = scalars.contains(spec.definition.traced.flat, "custom_")
+    read = [k for k in operands if has_rules or k in spec.definition.reads]
     arrays = [operands[k] for k in read]
     found = "".join(sides[k] for k in read)
     inputs = tuple(read)
@@ -381,7 +383,7 @@ def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, **params: Any
 ) -> tuple[Any, Any]:
     body = spec.definition.traced
-    if scalars.contains(_compat.jaxpr_and_consts(body.jaxpr)[0], "custom_vjp"):
+    if scalars.contains(body.flat, "custom_vjp"):
         raise FusionError(
             f"{params['function']}: fun calls a function that jax.custom_vjp made, and derivatives "
             "of messages need its JVP. Remedy: use jax.custom_jvp, or call it on the arrays before "
@@ -400,15 +402,11 @@ def _jvp(
         if k >= 0 and not isinstance(t, ad.Zero) and jnp.result_type(t) != jax.dtypes.float0
     }
     of_rules = derive.with_rules(spec.definition, tuple(moving))
-    if (
-        of_rules is not spec.definition
-        and spec.reduction == "sum"
-        and {*of_rules.reads} <= {*given}
-    ):
-        own = dataclasses.replace(spec, definition=of_rules, sides="".join(sides.values()))
-        found = bind(graph, given, row, own, **params)
-        result = _compat.broadcast_like(found, jax.typeof(result))
     definition, outs = derive.jvp(spec.definition, tuple(moving)) if moving else (None, ())
+    if of_rules is not spec.definition:
+        spec = dataclasses.replace(spec, definition=of_rules, sides="".join(sides.values()))
+        found = bind(graph, given, row, spec, **params)
+        result = _compat.broadcast_like(found, jax.typeof(result))
     if definition is None or not outs:
         return result, _primitive.total([], result)
     count = len(spec.definition.inputs)

@@ -763,6 +763,33 @@ def test_a_rule_that_rebuilds_its_result_from_a_captured_array():
         jax.grad(lambda x: first(x).sum())(x)
 
 
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_custom_rules_that_read_captured_arrays_are_left_to_xla(kind):
+    """`partial=True` leaves to XLA what cannot be fused, here functions with such rules."""
+    grid = np.linspace(0.5, 1, N, dtype=np.float32)
+
+    def scaled(x):
+        return x * grid
+
+    if kind == "jvp":
+        scaled = jax.custom_jvp(scaled)
+        scaled.defjvp(lambda xs, ts: (scaled(*xs), ts[0] * grid * 3))
+    else:
+        scaled = jax.custom_vjp(scaled)
+        scaled.defvjp(lambda x: (x * grid, x), lambda x, ct: (ct * grid * x,))
+    x = normals(3, N)
+    for f in (
+        lambda x: jnp.sort(scaled(x * 2) + 1) * x,
+        lambda x: jax.nn.softmax(scaled(x * 2) + 1) * x,
+        lambda x: jax.jit(lambda x: scaled(x) * 3)(x) + x,
+    ):
+        for d in (jax.grad, lambda f: jax.grad(lambda x: (jax.grad(f)(x) * x).sum())):
+            ours, theirs = (
+                d(lambda x, g=g: (g(x) ** 2).sum())(x) for g in (jof.fuse(f, partial=True), f)
+            )
+            assert_close(ours, theirs, 1e-5, 1e-5)
+
+
 @pytest.mark.parametrize(
     "f",
     [
@@ -1614,6 +1641,16 @@ def test_rows_of_several_dimensions_and_constants():
         for f in (f, f.__wrapped__)
     ]
     jax.tree.map(lambda a, e: assert_close(a, e, 1e-4, 1e-3), *grads)
+
+
+def test_a_reduction_that_no_result_depends_on():
+    @jof.fuse
+    def f(x, y):
+        x.mean(-1, keepdims=True)
+        return y * 2 + 1
+
+    for y in (jnp.float32(3), jnp.ones((4, 1)), jnp.ones(5)):
+        assert_close(f(jnp.ones((4, 8)), y), y * 2 + 1, 0, 0)
 
 
 def test_rows_of_one_element_and_of_none():

@@ -1012,3 +1012,54 @@ def test_derivatives_of_messages_whose_rule_does_not_call_the_function():
         for d in (jax.grad, lambda f: jax.grad(lambda x: (jax.grad(f)(x) * x).sum())):
             want = d(lambda x, f=f: (f(x) ** 2).sum())(x)
             np.testing.assert_allclose(d(total)(x), want, 2e-5, 2e-5)
+
+
+def with_rule(value, rule):
+    f = jax.custom_jvp(value)
+    f.defjvp(lambda xs, ts: rule(f, xs, ts))
+    return f
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max"])
+@pytest.mark.parametrize(
+    "f",
+    [
+        with_rule(
+            lambda x, y, w: jnp.sin(x),
+            lambda f, xs, ts: (f(*xs), ts[0] * jnp.cos(xs[0]) * xs[1] + ts[2] * xs[2]),
+        ),
+        with_rule(
+            lambda x, y, w: jnp.ones_like(x),
+            lambda f, xs, ts: (f(*xs), ts[0] * xs[0] + ts[1] * xs[1]),
+        ),
+        with_rule(
+            lambda x, y, w: jnp.sin(x) * w,
+            lambda f, xs, ts: (jnp.sin(xs[0]) * xs[2], ts[0] * jnp.cos(xs[0]) * xs[1]),
+        ),
+    ],
+    ids=["one operand", "no operand", "rebuilds its result"],
+)
+def test_rules_of_messages_that_read_what_the_message_does_not(f, reduction):
+    rng = rng_for("rules", reduction)
+    senders, receivers = rng.integers(0, 4, (2, 9))
+    x, y, w = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 3), (4, 3), (9, 1))
+    )
+
+    def ours(x, y, w):
+        reduced = {"sum": jof.message_sum, "max": jof.message_max}[reduction]
+        return reduced(f, (x, y), senders, receivers, w, num_segments=4)
+
+    def theirs(x, y, w):
+        reduced = {"sum": jax.ops.segment_sum, "max": jax.ops.segment_max}[reduction]
+        return reduced(f(x[senders], y[receivers], w), receivers, 4)
+
+    def first(g):
+        return jax.grad(lambda *xs: jnp.where(jnp.isfinite(h := g(*xs)), h * h, 0).sum(), (0, 1, 2))
+
+    def second(g):
+        return jax.grad(lambda *xs: sum((v * v).sum() for v in first(g)(*xs)), (0, 1, 2))
+
+    for d in (first, second):
+        for a, e in zip(d(ours)(x, y, w), d(theirs)(x, y, w), strict=True):
+            np.testing.assert_allclose(a, e, 2e-5, 2e-5)

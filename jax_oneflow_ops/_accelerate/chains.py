@@ -93,7 +93,7 @@ def _divided(name: str, jaxpr: Any, is_open: IsOpen) -> tuple[parts.Parts, Any, 
     avals = [var.aval for var in flat.invars]
     if flat.effects or not _may_gain(flat) or not all(map(_has_plain_dtype, avals)):
         return None
-    body = parts.flattened(flat, consts, avals, _compat.is_plain_call)
+    body = parts.flattened(flat, consts, _compat.is_plain_call)
     flat, consts = _compat.jaxpr_and_consts(body)
 
     def is_part(eqn: Any) -> bool:

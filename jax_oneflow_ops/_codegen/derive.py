@@ -96,7 +96,7 @@ def jvp(definition: Definition, moving: tuple[int, ...]) -> tuple[Definition, tu
         return compute
 
     dtypes = [*inputs, *(inputs[i] for i in moving)]
-    flat, _ = _compat.jaxpr_and_consts(definition.traced.jaxpr)
+    flat = definition.traced.flat
     shapes = shapes_of(flat.invars)
     shapes += [shapes[i] for i in moving]
 
@@ -122,7 +122,7 @@ def with_rules(definition: Definition, moving: tuple[int, ...]) -> Definition:
     The rule of a custom function computes its results, too. If it does not call the function for
     that, their derivatives are not those of the function.
     """
-    flat, _ = _compat.jaxpr_and_consts(definition.traced.jaxpr)
+    flat = definition.traced.flat
     if not moving or not scalars.contains(flat, "custom_"):
         return definition
     function = core.jaxpr_as_fun(definition.traced.jaxpr)
@@ -157,7 +157,7 @@ def transpose(
     inputs, outputs = _types(definition.inputs), _types(definition.outputs)
     count = len(inputs)
     function = core.jaxpr_as_fun(definition.traced.jaxpr)
-    flat, _ = _compat.jaxpr_and_consts(definition.traced.jaxpr)
+    flat = definition.traced.flat
     shapes, outs = shapes_of(flat.invars), shapes_of(flat.outvars)
 
     def chosen(*args: Any) -> Any:

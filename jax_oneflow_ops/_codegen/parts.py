@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from jax_oneflow_ops import _compat
 from jax_oneflow_ops._codegen import scalars, traced
@@ -37,28 +37,41 @@ def _has_no_rule(eqn: Any) -> bool:
 
 
 def flattened(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    inlines: Callable[[Any], bool] = _has_no_rule,
-) -> Any:
-    """Inlines the calls of a jaxpr, by default all but those with custom derivatives."""
+    jaxpr: Any, consts: Sequence[Any], inlines: Callable[[Any], bool] = _has_no_rule
+) -> SimpleNamespace:
+    """Inlines the calls of a jaxpr, by default all but those with custom derivatives.
 
-    def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
+    The other equations stay as they are. If they were traced again, jax would forget which operands
+    a `jax.custom_vjp` function closes over.
+    """
+    eqns: list[Any] = []
+    constants: dict[Any, Any] = {}
+
+    def inline(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = core.Var(var.aval)
+            constants[env[var]] = value
 
         def read(atom: Any) -> Any:
-            return atom.val if _compat.is_literal(atom) else env[atom]
+            return atom if _compat.is_literal(atom) else env[atom]
 
         for eqn in jaxpr.eqns:
-            values = [*map(read, eqn.invars)]
+            invars = [*map(read, eqn.invars)]
             called = _compat.called_jaxpr(eqn) if inlines(eqn) else None
-            results = run(*called, values) if called else _compat.bind_equation(eqn, values)
-            env.update(zip(eqn.outvars, results, strict=True))
+            if called:
+                outvars = inline(*called, invars)
+            else:
+                outvars = [core.Var(var.aval) for var in eqn.outvars]
+                eqns.append(eqn.replace(invars=invars, outvars=outvars))
+            env.update(zip(eqn.outvars, outvars, strict=True))
         return [*map(read, jaxpr.outvars)]
 
-    return jax.make_jaxpr(lambda *xs: run(jaxpr, consts, xs))(*args)
+    outvars = inline(jaxpr, consts, jaxpr.invars)
+    flat = SimpleNamespace(
+        invars=[*jaxpr.invars], constvars=[*constants], eqns=eqns, outvars=outvars
+    )
+    return SimpleNamespace(jaxpr=flat, consts=[*constants.values()])
 
 
 @dataclasses.dataclass
@@ -155,6 +168,15 @@ def custom_vjps_of_broadcast(jaxpr: Any) -> set[int]:
     }
 
 
+def captures(eqn: Any) -> bool:
+    """Whether an equation calls a function with custom derivatives that closes over arrays.
+
+    Its rules may read these in another way than its value does, which kernels cannot.
+    """
+    called = None if _has_no_rule(eqn) else _compat.called_jaxpr(eqn)
+    return called is not None and bool(eqn.params.get("num_consts", 0) or called[1])
+
+
 def reads_in_place(eqn: Any) -> bool:
     """Whether XLA fuses an operation with its operands' producers and its results' consumers."""
     return _READS_IN_PLACE.match(eqn.primitive.name) is not None
@@ -167,7 +189,7 @@ def run(
 
     `kernel` computes the results of an elementwise jaxpr.
     """
-    parts = divide(name, jaxpr)
+    parts = divide(name, jaxpr, lambda eqn: not captures(eqn))
     return evaluate(parts, groups(parts), consts, args, kernel)
 
 

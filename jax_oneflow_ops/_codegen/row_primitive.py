@@ -58,7 +58,7 @@ class Spec:
     @property
     def is_of_elements(self) -> list[bool]:
         """For each input, whether it holds elements of a row, not one value per row."""
-        flat, _ = _compat.jaxpr_and_consts(self.definition.traced.jaxpr)
+        flat = self.definition.traced.flat
         return [bool(shape) for shape in derive.shapes_of(flat.invars)]
 
     @property

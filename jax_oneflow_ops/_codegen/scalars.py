@@ -84,7 +84,7 @@ def space_of(name: str, jaxpr: Any) -> Space | None:
     found: list[tuple[tuple[int, ...], list[int], Any]] = []
 
     def collect(jaxpr: Any) -> None:
-        for eqn in jaxpr.eqns:
+        for eqn in live(jaxpr):
             inside = called(eqn)
             if inside is not None:
                 collect(inside[0])
@@ -109,6 +109,17 @@ def space_of(name: str, jaxpr: Any) -> Space | None:
         if axes and [n for _, n in sizes[-len(row) :]] == row:
             shape, start = aval.shape, sizes[-len(row)][0]
     return Space(shape, start)
+
+
+def live(jaxpr: Any) -> list[Any]:
+    """The equations that the results of a jaxpr depend on."""
+    needed = {v for v in jaxpr.outvars if not _compat.is_literal(v)}
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(x for x in eqn.invars if not _compat.is_literal(x))
+            found.append(eqn)
+    return found[::-1]
 
 
 def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
@@ -838,10 +849,11 @@ class _Custom:
 
     def _add_unused(self) -> None:
         """Adds operands that the value does not use, but that the rule may use."""
-        shapes = {self.eqn.outvars[k].aval.shape: alignment for k, alignment in self.outs}
+        results = [(self.eqn.outvars[k].aval.shape, alignment) for k, alignment in self.outs]
         for position, atom in enumerate(self.eqn.invars):
             if not _compat.is_literal(atom) and position not in self.positions:
-                alignment = shapes.get(atom.aval.shape, None if atom.aval.ndim else ())
+                found = (_broadcast_to(atom.aval.shape, *result) for result in results)
+                alignment = next((a for a in found if a is not None), None)
                 if alignment is not None:
                     self.needs.append((atom, alignment))
                     self.positions.append(position)
@@ -1044,6 +1056,21 @@ def _custom(
         return call.function(*given)
 
     return _Step(call.needs, gives, compute)
+
+
+def _broadcast_to(
+    shape: tuple[Any, ...], result: tuple[Any, ...], alignment: Alignment
+) -> Alignment | None:
+    """The alignment of an operand that jnp would broadcast to a result; None if it would not."""
+    missing = len(result) - len(shape)
+    if missing < 0:
+        return None
+    pairs = [*zip(shape, result[missing:], strict=True)]
+    if any(n not in (1, m) for n, m in pairs):
+        return None
+    return tuple(
+        axis if n == m else None for (n, m), axis in zip(pairs, alignment[missing:], strict=True)
+    )
 
 
 def _may_move(atom: Any) -> bool:

@@ -104,6 +104,11 @@ class Traced:
     is_expression = False
     header = "common/traced.h"
 
+    @property
+    def flat(self) -> Any:
+        """The jaxpr without the values of its constants."""
+        return _compat.jaxpr_and_consts(self.jaxpr)[0]
+
     @functools.cached_property
     def program(self) -> "Program":
         """The body's values in C++."""
