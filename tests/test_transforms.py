@@ -720,6 +720,23 @@ FULL = [case for case in CASES if not case.variant]
 
 
 @pytest.mark.parametrize("case", FULL, ids=str)
+def test_vmap_over_an_axis_of_size_0(case):
+    """Of all operands, and of the first one."""
+    xs = case.inputs()
+    none = [np.zeros((0, *x.shape), x.dtype) for x in xs]
+    with case.precision():
+        for axes, given in ((0, none), ((0, *[None] * (len(xs) - 1)), [none[0], *xs[1:]])):
+            ours, theirs = (
+                jax.eval_shape(jax.vmap(grad(case, cube(f)), axes), *given)
+                for f in (case.f, case.ref)
+            )
+            assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, theirs)
+            result = jax.jit(jax.vmap(case.f, axes))(*given)
+            assert result.shape == (0, *result_of(case).shape)
+            assert result.dtype == result_of(case).dtype
+
+
+@pytest.mark.parametrize("case", FULL, ids=str)
 def test_debug_nans_finds_one(case):
     xs = [np.full_like(x, np.nan) if i in case.wrt else x for i, x in enumerate(case.inputs())]
     with case.precision(), jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
