@@ -28,8 +28,9 @@ from jax.interpreters import ad
 from jax_oneflow_ops import _compat, _graph, _operands, _primitive
 from jax_oneflow_ops._codegen import cache, derive, edges, scalars
 from jax_oneflow_ops._codegen.definition import Definition
+from jax_oneflow_ops._codegen.rounding import rounded
 from jax_oneflow_ops._codegen.signature import is_narrow
-from jax_oneflow_ops._codegen.traced import FORMATS, FusionError, trace
+from jax_oneflow_ops._codegen.traced import FusionError, trace
 
 GRAPH = 6  # the number of arrays in a graph
 MOST_OPERANDS = 16
@@ -460,7 +461,7 @@ def _is_chosen(definition: Any) -> Any:
     dtype = definition.outputs[0].type
 
     def chosen(*args: Any) -> list[Any]:
-        return [(_stored(function(*args[:-1])[0], dtype) == args[-1]).astype(wide)]
+        return [(rounded(function(*args[:-1])[0], dtype) == args[-1]).astype(wide)]
 
     wide = str(_graph.compute_dtype(dtype))
     inputs = [*(p.type for p in definition.inputs), dtype]
@@ -474,18 +475,13 @@ def _of_shared(definition: Any, tangent: Any) -> Any:
 
     def shared(*args: Any) -> list[Any]:
         *own, most, many = args
-        is_chosen = _stored(value(*own[:count])[0], dtype) == most
+        is_chosen = rounded(value(*own[:count])[0], dtype) == most
         part = of_tangent(*own)[0]
         # A maximum of NaN equals no message, so it has no edges that share it.
         return [jnp.where(is_chosen, part / jnp.maximum(many, 1), jnp.zeros_like(part))]
 
     inputs = [*(p.type for p in tangent.inputs), dtype, str(_graph.compute_dtype(dtype))]
     return derive.define(tangent.name, shared, inputs, [dtype])
-
-
-def _stored(x: Any, dtype: str) -> Any:
-    """A computed value rounded to the precision of the dtype that it is stored in."""
-    return jax.lax.reduce_precision(x, *FORMATS[dtype]) if is_narrow(dtype) else x
 
 
 @functools.lru_cache(maxsize=1024)

@@ -268,6 +268,22 @@ def test_numbers_are_arguments_as_for_jit():
     assert len(traced) == 1
 
 
+def test_numbers_are_static_inside_of_jit():
+    def f(p, x, n, shape, train=False):
+        y = x[:n].reshape(shape) * p
+        return jnp.tanh(y) if train else y
+
+    x, p = jnp.arange(8.0), jnp.float32(2)
+    fused = jof.accelerate(f, fuse=True)
+    options = {"static_argnums": (2, 3), "static_argnames": "train"}
+    for train in (True, False):
+        expected = f(p, x, 6, (2, 3), train=train)
+        jitted = jax.jit(fused, **options)(p, x, 6, (2, 3), train=train)
+        np.testing.assert_allclose(jitted, expected, 1e-6)
+        inside = jax.jit(lambda p, x, t=train: fused(p, x, 6, (2, 3), train=t))(p, x)
+        np.testing.assert_allclose(inside, expected, 1e-6)
+
+
 def test_tuned(of_any_size, uncompiled, monkeypatch, tmp_path):
     """Times a program with kernels, under another cache key than without fuse=True."""
     monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))

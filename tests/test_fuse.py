@@ -286,6 +286,52 @@ def test_casts_are_those_of_astype():
                 assert_close(a, e, 0, 0, what=f"{of} {k}")
 
 
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+def test_casts_inside_of_a_kernel(implementation, monkeypatch):
+    """Also of subnormal numbers, and of those that only some formats have."""
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", implementation)
+    x = np.array([300, 248, 460, 500, 7e4, 2**-7, 2**-9, 9e-4, 3e-5, 1e-6, 6e-8], np.float32)
+    for name in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
+
+        def cast(x, to=name):
+            with np.errstate(over="ignore"):
+                return x.astype(to).astype(np.float32)
+
+        def f(x, to=name):
+            return x.astype(to).astype(jnp.float32) * -1
+
+        assert_close(jof.fuse(f)(x), cast(x) * -1, 0, 0, what=name)
+        rows = jof.fuse(lambda x, f=f: f(x) - x.min(-1, keepdims=True))(x[None])[0]
+        assert_close(rows, cast(x) * -1 - x.min(), 0, 0, what=name)
+        # The cotangent of a cast is cast, too.
+        _, pull = jax.vjp(jof.fuse(f), x)
+        assert_close(pull(x)[0], cast(x * -1), 0, 0, what=name)
+
+
+@pytest.mark.parametrize(
+    "bits", [(8, 23), (8, 7), (5, 10), (4, 3), (5, 2), (8, 4), (3, 12)], ids=str
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_reduced_precision(dtype, bits):
+    """Kernels have the formats of dtypes; others are left to XLA."""
+
+    def f(x):
+        return jax.lax.reduce_precision(x * 1, *bits) + x
+
+    x = jnp.asarray([300, 248, 7e4, 2**-7, 2**-9, 3e-5, 1e-6, 6e-8, np.inf, np.nan]).astype(dtype)
+    expected = jax.jit(f)(x)
+    fused = [jof.fuse(f, partial=True), jof.accelerate(f, fuse=True)]
+    if bits in {"float32": [(8, 23), (8, 7)], "bfloat16": [(8, 23), (8, 7)]}.get(
+        dtype, [(8, 23), (5, 10)]
+    ):
+        fused += [jof.fuse(f)]
+    else:
+        with pytest.raises(jof.FusionError, match=r"reduce_precision .* to this format cannot be"):
+            jof.fuse(f)(x)
+    for g in fused:
+        np.testing.assert_array_equal(*(y.astype(jnp.float32) for y in (g(x), expected)))
+
+
 def test_bits(monkeypatch):
     """The source includes all it needs, without the headers that conftest.py precompiles."""
     monkeypatch.setenv("CXX", os.environ["JOF_TEST_CXX"])

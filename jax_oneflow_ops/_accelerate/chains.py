@@ -259,11 +259,13 @@ def program(fun: Any) -> Callable[..., Any]:
     ) -> tuple[Callable[..., Any], Any, Any]:
         """The program for arguments like these, and the arguments that it takes."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        numbers = () if is_jitted else (bool, int, float, complex)
+        # Under another jax.jit, numbers are static: it has replaced those that are not by tracers.
+        are_static = is_jitted or not _compat.runs_now()
+        numbers = () if are_static else (bool, int, float, complex)
         is_taken = [isinstance(x, (*taken_types, *numbers)) for x in leaves]
         if is_jitted and not all(is_taken):  # arguments that are not static are arrays
-            are_static = _compat.are_static(fun, args, kwargs)
-            is_taken = [a or not b for a, b in zip(is_taken, are_static, strict=True)]
+            static = _compat.are_static(fun, args, kwargs)
+            is_taken = [a or not b for a, b in zip(is_taken, static, strict=True)]
         rest = tuple(None if yes else x for yes, x in zip(is_taken, leaves, strict=True))
         taken = [x if yes else _STATIC for yes, x in zip(is_taken, leaves, strict=True)]
         all_args, all_kwargs = jax.tree.unflatten(tree, taken)

@@ -28,8 +28,9 @@ from jax import lax
 
 from jax_oneflow_ops import _compat, _primitive
 from jax_oneflow_ops._codegen import traced
+from jax_oneflow_ops._codegen.rounding import rounded
 from jax_oneflow_ops._codegen.signature import TYPES, is_inexact, is_narrow
-from jax_oneflow_ops._codegen.traced import FORMATS, FusionError, computed
+from jax_oneflow_ops._codegen.traced import FusionError, computed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -436,7 +437,10 @@ def _step(
         return _reduction(name, eqn, outs, gives, line, space)
     if primitive == "iota":
         return _places(name, eqn, outs, gives, line, space)
-    if not traced.is_elementwise(primitive) and primitive != "stop_gradient":
+    if primitive == "reduce_precision" and _rounds_to(eqn) is None:
+        raise _refused(name, eqn, line, "to this format ")
+    own = ("stop_gradient", "reduce_precision")
+    if not traced.is_elementwise(primitive) and primitive not in own:
         raise _refused(name, eqn, line)
     dtype = eqn.invars[0].aval.dtype
     if primitive == "bitcast_convert_type" and dtype.itemsize != eqn.outvars[0].aval.dtype.itemsize:
@@ -786,6 +790,8 @@ def _on_scalars(eqn: Any, args: Sequence[Any]) -> Any:
     name = eqn.primitive.name
     if name == "convert_element_type":
         return _converted(args[0], eqn.invars[0].aval.dtype, dtype)
+    if name == "reduce_precision":
+        return rounded(args[0], _rounds_to(eqn))
     params = {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
     shapes = {np.shape(x) for x in args} - {()}
     if shapes and len(args) > 1:  # elements of a row, and values of the row
@@ -800,6 +806,19 @@ def _on_scalars(eqn: Any, args: Sequence[Any]) -> Any:
     return eqn.primitive.bind(*args, **params)
 
 
+def _rounds_to(eqn: Any) -> str | None:
+    """The dtype that a `reduce_precision` rounds to; None if it has the precision of none.
+
+    It is the dtype of its operand, or bfloat16 for float32. Formats with fewer exponents have other
+    subnormal numbers and infinities than the dtypes with as many bits.
+    """
+    dtype = eqn.outvars[0].aval.dtype
+    own, bits = jnp.finfo(dtype), (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
+    if bits[0] >= own.nexp and bits[1] >= own.nmant:
+        return str(dtype)
+    return "bfloat16" if dtype == jnp.float32 and bits == (8, 7) else None
+
+
 def _converted(x: Any, of: Any, to: Any) -> Any:
     """`astype`. Narrow floats are float32, rounded to what the narrow dtype can represent."""
     if of == to:
@@ -807,7 +826,7 @@ def _converted(x: Any, of: Any, to: Any) -> Any:
     if is_narrow(str(to)):
         if computed(of) not in ("float32", "float64"):
             x = lax.convert_element_type(lax.real(x) if "complex" in str(of) else x, jnp.float32)
-        return lax.convert_element_type(lax.reduce_precision(x, *FORMATS[str(to)]), jnp.float32)
+        return lax.convert_element_type(rounded(x, to), jnp.float32)
     return x if computed(of) == to else lax.convert_element_type(x, to)
 
 

@@ -834,7 +834,6 @@ def _pow(program: Program, params: dict[str, Any], args: list[int], dtype: str) 
 
 
 KINDS["pow"] = KINDS["logistic"] = KINDS["round"] = KINDS["nextafter"] = frozenset({"float"})
-KINDS["reduce_precision"] = frozenset({"float"})
 
 
 @_emitter("round")
@@ -905,25 +904,15 @@ def _part(dtype: str) -> str:
     return "float32" if dtype == "complex64" else "float64"
 
 
-# Dtypes by their numbers of exponent bits and mantissa bits.
-_FORMATS = {(5, 10): "float16", (8, 7): "bfloat16", (4, 3): "float8_e4m3fn", (5, 2): "float8_e5m2"}
-FORMATS = {name: bits for bits, name in _FORMATS.items()}
-
-
 def _rounded(program: Program, x: int, to: str, dtype: str) -> int:
     return program.add(
         f"rounded to {TYPES[to]}", dtype, [x], f"jof_As<{TYPES[to]}>::Rounded({{0}})"
     )
 
 
-@_emitter("reduce_precision")
-def _reduce_precision(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
-    bits = params["exponent_bits"], params["mantissa_bits"]
-    if bits in ((8, 23), (11, 52)) and bits[1] >= (23 if dtype == "float32" else 52):
-        return args[0]
-    if bits not in _FORMATS:
-        return program.add(f"!reduce_precision{bits}", dtype, args, "0")
-    return _rounded(program, args[0], _FORMATS[bits], dtype)
+@_emitter("jof_rounded")
+def _round_to(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
+    return _rounded(program, args[0], params["to"], dtype)
 
 
 @_emitter("bitcast_convert_type")
