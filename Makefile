@@ -20,7 +20,7 @@ VENV ?= .venv
 BUILD_DIR ?= $(VENV)/build
 JAX ?= jax
 CXX ?= c++
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadgroup
 
 BIN := $(VENV)/bin
 BUILD_INPUTS := pyproject.toml CMakeLists.txt jax_oneflow_ops/instruction_sets.json \
