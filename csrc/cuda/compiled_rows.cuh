@@ -67,8 +67,13 @@ JOF_HOST_DEVICE constexpr WholeRowsTeam WholeRowsTeamOf(const TracedRowsLayout& 
     words += layout.pack * (layout.vectors + layout.sums) + 4 * layout.arrays;
     most = 180;
   }
-  const WholeRowsTraits traits{layout.arrays, layout.vectors, layout.sums, layout.pack,
-                               false,         most / words,   8,           true};
+  WholeRowsTraits traits;
+  traits.inputs = layout.arrays;
+  traits.vectors = layout.vectors;
+  traits.sums = layout.sums;
+  traits.pack = layout.pack;
+  traits.most = most / words;
+  traits.is_traced = true;
   return WholeRowsTeamOf(traits, has_edges, n, kManyRows, 0);
 }
 

@@ -202,17 +202,20 @@ inline constexpr int kMostWholePacks = V == 1      ? 16
                                                    : 8;
 
 template <int V, typename Program>
-inline constexpr WholeRowsTraits kWholeRowsTraits = {Program::kInputs,
-                                                     Program::kVectors,
-                                                     Program::kColumnSums,
-                                                     V,
-                                                     V > 1 && V < Program::kPack,
-                                                     kMostWholePacks<V, Program::kPack>,
-                                                     Program::kMostRows,
-                                                     false,
-                                                     Program::kOutputs > 0,
-                                                     Program::kNames,
-                                                     Program::kReductions};
+constexpr WholeRowsTraits WholeRowsTraitsOf() {
+  WholeRowsTraits traits;
+  traits.inputs = Program::kInputs;
+  traits.vectors = Program::kVectors;
+  traits.sums = Program::kColumnSums;
+  traits.pack = V;
+  traits.is_short = V > 1 && V < Program::kPack;
+  traits.most = kMostWholePacks<V, Program::kPack>;
+  traits.most_rows = Program::kMostRows;
+  traits.has_outputs = Program::kOutputs > 0;
+  traits.names = Program::kNames;
+  traits.reductions = Program::kReductions;
+  return traits;
+}
 
 // Plans WholeRowsKernel. False if it does not handle these rows.
 template <int V, bool kHasEdges, typename Program>
@@ -231,8 +234,8 @@ bool PlanWholeRows(const Program& program, const RowsProblem& problem, const Row
       if (!kHasEdges && !IsAligned(vector.data, vector.is_f32 ? kPackBytes : kBytes)) return false;
     }
   }
-  *team =
-      WholeRowsTeamOf(kWholeRowsTraits<V, Program>, kHasEdges, n, rows, few, device.has_clusters);
+  constexpr WholeRowsTraits kTraits = WholeRowsTraitsOf<V, Program>();
+  *team = WholeRowsTeamOf(kTraits, kHasEdges, n, rows, few, device.has_clusters);
   *plan = {rows, 0, static_cast<int>(n), team->lanes, true};
   return team->lanes > 0;
 }
@@ -294,10 +297,10 @@ cudaError_t LaunchWholeRows(const Program& program, const WholeRowsTeam& team,
   cudaError_t status = cudaErrorInvalidValue;
   bool is_launched = false;
   const auto launch = [&](auto list, auto index) {
+    constexpr WholeRowsTraits kTraits = WholeRowsTraitsOf<V, Program>();
     constexpr WholeRowsShape kShape =
-        WholeRowsList(kWholeRowsTraits<V, Program>, kHasEdges, decltype(list)::value)
-            .of[decltype(index)::value];
-    if constexpr (kShape.Fits(kWholeRowsTraits<V, Program>)) {
+        WholeRowsList(kTraits, kHasEdges, decltype(list)::value).of[decltype(index)::value];
+    if constexpr (kShape.Fits(kTraits)) {
       if (is_launched || !(team.shape == kShape)) return;
       constexpr int kEdges = kHasEdges ? EdgesOf(V, kShape.least_lanes) : 0;
       status =

@@ -60,12 +60,12 @@ struct WholeRowsPlan {
 
 // The properties of a program that its kernel instances depend on.
 struct WholeRowsTraits {
-  int inputs, vectors, sums;
-  int pack;       // elements of a pack
-  bool is_short;  // packs are of 8 bytes
-  int most;       // packs that registers of a thread can hold, of all its rows
-  int most_rows;  // rows that a thread may have
-  bool is_traced;
+  int inputs = 1, vectors = 0, sums = 0;
+  int pack = 1;           // elements of a pack
+  bool is_short = false;  // packs are of 8 bytes
+  int most = 8;           // packs that registers of a thread can hold, of all its rows
+  int most_rows = 8;      // rows that a thread may have
+  bool is_traced = false;
   bool has_outputs = true;
   bool names = false;  // as Program::kNames
   int reductions = 1;

@@ -649,7 +649,9 @@ int64_t TestGroupTilePlans() {
 
 // The lanes of few rows, on a GPU with 132 multiprocessors; 0: they have no instance of their own.
 constexpr int LanesOfFew(int pack, int vectors, int64_t rows, int64_t n) {
-  const WholeRowsTraits traits{1, vectors, 0, pack, false, 8, 8, false};
+  WholeRowsTraits traits;
+  traits.vectors = vectors;
+  traits.pack = pack;
   return TeamOfFewRows(traits, n % pack != 0, n, rows, 132 * 512).lanes;
 }
 static_assert(LanesOfFew(4, 0, 220, 1024) == 256 && LanesOfFew(8, 2, 273, 512) == 64);
@@ -662,7 +664,10 @@ static_assert(LanesOfFew(4, 0, 130000, 8) == 1 && LanesOfFew(4, 0, 140000, 8) ==
 
 // 100 times the blocks of a team for few long rows, and the packs of a thread; 0: there is none.
 constexpr int ClusterOf(int pack, int vectors, int64_t rows, int64_t n) {
-  const WholeRowsTraits traits{1, vectors, 0, pack, false, pack > 1 ? 8 : 16, 8, false};
+  WholeRowsTraits traits;
+  traits.vectors = vectors;
+  traits.pack = pack;
+  traits.most = pack > 1 ? 8 : 16;
   const WholeRowsTeam team = WholeRowsTeamOf(traits, n % pack != 0, n, rows, 132 * 512, true);
   return team.shape.is_cluster ? 100 * team.blocks + team.shape.held : 0;
 }
