@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -143,6 +144,24 @@ def value_and_gradients(case, f):
 SHARDED = (jof.relu, jof.tanh)
 
 
+X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)
+IDS = np.array([0, 2, 2, 5, 1])
+GENERATED = {
+    "kernel": jof.ElementwiseKernel(
+        "T x", "T y", "y = x * x + 1", "squared", reference=lambda x: x * x + 1
+    ),
+    "fused": jof.fuse(lambda x: jnp.sin(x) * x),
+    "fused rows": jof.fuse(lambda x: jax.nn.softmax(x * x)),
+    "messages": lambda x: jof.message_sum(
+        lambda a, b: jnp.tanh(a) * b, (x, x), IDS, IDS[::-1], num_segments=6
+    ),
+}
+
+
+def total(f):
+    return lambda x: (f(x) ** 2).sum()
+
+
 def compiled_programs():
     """The result of each row's program, and the counts of jax's monitoring events."""
     events: Counter[str] = Counter()
@@ -156,6 +175,8 @@ def compiled_programs():
     for case in EACH_FAMILY:  # cache keys depend on the program alone, so few ops suffice
         with case.precision():
             results[case.name] = counted(value_and_gradients(case, case.f), *case.inputs())
+    for name, f in GENERATED.items():
+        results[name] = counted(jax.jit(lambda x, f=f: (f(x), jax.grad(total(f))(x))), X)
     for f in SHARDED:
         function, x = on_two_devices(lambda x, f=f: f(x), manual=False)
         results[f"sharded {f.__name__}"] = counted(function, x)

@@ -1,6 +1,4 @@
-// Loads and launches kernels that are compiled at run time, for host code. A kernel is loaded when
-// its program is made, so that a call neither synchronises nor allocates and may be captured in a
-// CUDA graph.
+// Loads and launches kernels that are compiled at run time, for host code.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,11 +15,19 @@ struct CudaCompiledKernel {
 };
 
 // Kernels of a CUDA library are not bound to a device: they are loaded on the device where they are
-// launched.
+// launched. A thread that captures a CUDA graph may not load code, unless it relaxes that rule.
+inline cudaError_t LoadLibrary(const uint8_t* code, cudaLibrary_t* library) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaError_t status = cudaThreadExchangeStreamCaptureMode(&mode);
+  if (status != cudaSuccess) return status;
+  status = cudaLibraryLoadData(library, code, nullptr, nullptr, 0, nullptr, nullptr, 0);
+  const cudaError_t restored = cudaThreadExchangeStreamCaptureMode(&mode);
+  return status == cudaSuccess ? restored : status;
+}
+
 inline cudaError_t LoadCompiled(const uint8_t* code, size_t, CudaCompiledKernel* kernel) {
   cudaLibrary_t library = nullptr;
-  cudaError_t status =
-      cudaLibraryLoadData(&library, code, nullptr, nullptr, 0, nullptr, nullptr, 0);
+  cudaError_t status = LoadLibrary(code, &library);
   if (status == cudaSuccess)
     status = cudaLibraryGetKernel(&kernel->kernel, library, "jof_compiled");
   cudaFuncAttributes attributes{};

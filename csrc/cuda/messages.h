@@ -1,11 +1,12 @@
 // Host code that loads and launches message kernels compiled at run time. See messages.cuh for the
-// kernels, and compiled.h for when they are loaded.
+// kernels.
 #pragma once
 
 #ifndef __CUDACC_RTC__
 #include <cuda_runtime_api.h>
 
 #include "cuda/clear.h"
+#include "cuda/compiled.h"
 #endif
 
 #include "cuda/segments.h"
@@ -29,8 +30,7 @@ struct CudaMessageKernels {
 
 inline cudaError_t LoadMessages(const uint8_t* code, size_t, CudaMessageKernels* kernels) {
   cudaLibrary_t library = nullptr;
-  cudaError_t status =
-      cudaLibraryLoadData(&library, code, nullptr, nullptr, 0, nullptr, nullptr, 0);
+  cudaError_t status = LoadLibrary(code, &library);
   const auto get = [&](cudaKernel_t* kernel, const char* name) {
     *kernel = nullptr;
     if (status != cudaSuccess) return;

@@ -25,26 +25,33 @@ namespace jof {
 template <typename Loaded>
 class LoadedKernels {
  public:
-  // Returns null if the kernel is not loaded.
-  const Loaded* Find(int64_t id) const {
-    std::shared_lock<std::shared_mutex> lock(mutex_);
-    const auto found = kernels_.find(id);
-    return found == kernels_.end() ? nullptr : found->second.get();
-  }
-
-  // Calls load(Loaded*), which returns an ffi::Error, unless the kernel is already loaded.
+  // Sets *kernel. Calls load(Loaded*), which returns an ffi::Error, unless the kernel is loaded.
   template <typename Load>
-  ffi::Error LoadOnce(int64_t id, const Load& load) {
+  ffi::Error Get(int64_t id, const Load& load, const Loaded** kernel) {
+    {
+      std::shared_lock<std::shared_mutex> lock(mutex_);
+      const auto found = kernels_.find(id);
+      if (found != kernels_.end()) {
+        *kernel = found->second.get();
+        return ffi::Error::Success();
+      }
+    }
     std::unique_lock<std::shared_mutex> lock(mutex_);
-    if (kernels_.count(id) != 0) return ffi::Error::Success();
-    auto loaded = std::make_unique<Loaded>();
-    ffi::Error error = load(loaded.get());
-    if (!error.failure()) kernels_.emplace(id, std::move(loaded));
-    return error;
+    std::unique_ptr<Loaded>& kept = kernels_[id];
+    if (kept == nullptr) {
+      auto loaded = std::make_unique<Loaded>();
+      if (ffi::Error error = load(loaded.get()); error.failure()) {
+        kernels_.erase(id);
+        return error;
+      }
+      kept = std::move(loaded);
+    }
+    *kernel = kept.get();
+    return ffi::Error::Success();
   }
 
  private:
-  mutable std::shared_mutex mutex_;
+  std::shared_mutex mutex_;
   std::map<int64_t, std::unique_ptr<Loaded>> kernels_;
 };
 
@@ -71,24 +78,29 @@ auto CompiledBinding() {
       ffi::Ffi::Bind().Ctx<typename Backend::Context>().RemainingArgs().RemainingRets());
 }
 
-template <typename Backend>
-LoadedKernels<typename Backend::CompiledKernel>& Loaded() {
-  static auto* kernels = new LoadedKernels<typename Backend::CompiledKernel>;
-  return *kernels;
+// Sets *kernel to the kernel of a call. It is loaded when the program is made. XLA for GPUs skips
+// that stage in programs that it reads from its compilation cache: then the first call loads it.
+template <typename Backend, typename Kernel = typename Backend::CompiledKernel>
+ffi::Error GetCompiled(ffi::Span<const uint8_t> code, int64_t id, std::string_view name,
+                       const Kernel** kernel) {
+  static auto* kernels = new LoadedKernels<Kernel>;
+  const auto load = [&](Kernel* loaded) {
+    return Backend::Status(name, LoadCompiled(code.begin(), code.size(), loaded));
+  };
+  return kernels->Get(id, load, kernel);
 }
 
 template <typename Backend>
 ffi::Error InstantiateCompiled(ffi::RemainingArgs, ffi::RemainingRets,
                                ffi::Span<const uint8_t> code, int64_t id, std::string_view name,
                                ffi::Span<const int64_t>, ffi::Span<const int64_t>) {
-  return Loaded<Backend>().LoadOnce(id, [&](typename Backend::CompiledKernel* kernel) {
-    return Backend::Status(name, LoadCompiled(code.begin(), code.size(), kernel));
-  });
+  const typename Backend::CompiledKernel* kernel;
+  return GetCompiled<Backend>(code, id, name, &kernel);
 }
 
 template <typename Backend>
 ffi::Error ExecuteCompiled(typename Backend::Stream stream, ffi::RemainingArgs args,
-                           ffi::RemainingRets rets, ffi::Span<const uint8_t>, int64_t id,
+                           ffi::RemainingRets rets, ffi::Span<const uint8_t> code, int64_t id,
                            std::string_view name, ffi::Span<const int64_t> kinds,
                            ffi::Span<const int64_t> element_bytes) {
   const size_t inputs = args.size(), outputs = rets.size();
@@ -120,8 +132,8 @@ ffi::Error ExecuteCompiled(typename Backend::Stream stream, ffi::RemainingArgs a
     }
   }
   if (call.n == 0) return error;
-  const auto* kernel = Loaded<Backend>().Find(id);
-  if (kernel == nullptr) return ffi::Error::Internal(std::string(name) + ": code is not loaded");
+  const typename Backend::CompiledKernel* kernel;
+  if (error = GetCompiled<Backend>(code, id, name, &kernel); error.failure()) return error;
   return Backend::Status(
       name, LaunchCompiled(*kernel, inputs, outputs, element_bytes.begin(), call, stream));
 }

@@ -117,7 +117,7 @@ ffi::Error InstantiateCompiledRows(ffi::RemainingArgs args, ffi::RemainingRets r
 
 template <typename Backend>
 ffi::Error ExecuteCompiledRows(typename Backend::Stream stream, ffi::RemainingArgs args,
-                               ffi::RemainingRets rets, ffi::Span<const uint8_t>, int64_t id,
+                               ffi::RemainingRets rets, ffi::Span<const uint8_t> code, int64_t id,
                                std::string_view name, ffi::Span<const int64_t> kinds,
                                ffi::Span<const int64_t> element_bytes, int64_t width,
                                ffi::Span<const int64_t> layout) {
@@ -127,8 +127,8 @@ ffi::Error ExecuteCompiledRows(typename Backend::Stream stream, ffi::RemainingAr
       DecodeCompiledRows(name, args, rets, kinds, element_bytes, width, layout, &traits, &call);
   if (error.failure()) return error;
   if (call.rows == 0) return InvalidArgument(name, ": there must be a row");
-  const auto* kernel = Loaded<Backend>().Find(id);
-  if (kernel == nullptr) return ffi::Error::Internal(std::string(name) + ": code is not loaded");
+  const typename Backend::CompiledKernel* kernel;
+  if (error = GetCompiled<Backend>(code, id, name, &kernel); error.failure()) return error;
   return Backend::Status(name, LaunchCompiledRows(*kernel, traits, call, stream));
 }
 

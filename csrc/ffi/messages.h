@@ -132,10 +132,15 @@ auto MessagesBinding() {
       ffi::Ffi::Bind().Ctx<typename Backend::Context>().RemainingArgs().RemainingRets());
 }
 
-template <typename Backend>
-LoadedKernels<typename Backend::MessageKernels>& LoadedMessages() {
-  static auto* kernels = new LoadedKernels<typename Backend::MessageKernels>;
-  return *kernels;
+// As GetCompiled.
+template <typename Backend, typename Kernels = typename Backend::MessageKernels>
+ffi::Error GetMessages(ffi::Span<const uint8_t> code, int64_t id, std::string_view name,
+                       const Kernels** kernels) {
+  static auto* all = new LoadedKernels<Kernels>;
+  const auto load = [&](Kernels* loaded) {
+    return Backend::Status(name, LoadMessages(code.begin(), code.size(), loaded));
+  };
+  return all->Get(id, load, kernels);
 }
 
 using Integers = ffi::Span<const int64_t>;
@@ -145,14 +150,13 @@ ffi::Error InstantiateMessages(ffi::RemainingArgs, ffi::RemainingRets,
                                ffi::Span<const uint8_t> code, int64_t id, std::string_view name,
                                Integers, Integers, Integers, Integers, Integers, Integers,
                                Integers) {
-  return LoadedMessages<Backend>().LoadOnce(id, [&](typename Backend::MessageKernels* kernels) {
-    return Backend::Status(name, LoadMessages(code.begin(), code.size(), kernels));
-  });
+  const typename Backend::MessageKernels* kernels;
+  return GetMessages<Backend>(code, id, name, &kernels);
 }
 
 template <typename Backend>
 ffi::Error ExecuteMessages(typename Backend::Stream stream, ffi::RemainingArgs args,
-                           ffi::RemainingRets rets, ffi::Span<const uint8_t>, int64_t id,
+                           ffi::RemainingRets rets, ffi::Span<const uint8_t> code, int64_t id,
                            std::string_view name, Integers rows, Integers broadcasts,
                            Integers inners, Integers counts, Integers element_bytes,
                            Integers pack_bytes, Integers layout) {
@@ -162,8 +166,8 @@ ffi::Error ExecuteMessages(typename Backend::Stream stream, ffi::RemainingArgs a
   MessageCall call{};
   ffi::Error error = DecodeMessages(Backend::kEdgeChunk, args, rets, attributes, &call);
   if (error.failure() || call.segments == 0) return error;
-  const auto* kernels = LoadedMessages<Backend>().Find(id);
-  if (kernels == nullptr) return ffi::Error::Internal(std::string(name) + ": code is not loaded");
+  const typename Backend::MessageKernels* kernels;
+  if (error = GetMessages<Backend>(code, id, name, &kernels); error.failure()) return error;
   const int result_bytes = static_cast<int>(element_bytes[element_bytes.size() - 1]);
   return Backend::Status(
       name, LaunchMessages(*kernels, layout[1] > 0, static_cast<int>(layout[2]), result_bytes, call,
