@@ -69,9 +69,11 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       except that the maximum or minimum of a row with zeros of both signs may have either sign;
       integers wrap around and divide as in JAX. Reductions have a fixed order. A factor that is the
       same for all elements of a row is taken out of sums, and a division by such a value is a
-      multiplication by its inverse, within 2 ulp. Powers of two are moved out of products. Near the
-      largest and smallest numbers this may overflow, or give 0, although jnp's order of operations
-      does not. The sum of ``x - mean(x)`` over a row is 0, even if the row contains NaN.
+      multiplication by its inverse, within 2 ulp. The sum of two terms may be the sum of their
+      sums, and ``x + x * y`` is ``x * (1 + y)``. Powers of two are moved out of products. Near the
+      largest and smallest numbers this may overflow, or give 0, and with infinite numbers it may
+      give infinity in place of NaN, although jnp's order of operations does not. The sum of ``x -
+      mean(x)`` over a row is 0, even if the row contains NaN.
 
     Differentiation:
       Derivatives are those of `fun`, of any order, in forward and reverse mode, including
@@ -468,8 +470,8 @@ def one_kernel(
     if len({var.aval.shape for var in found}) > 1:
         for var in found:
             plan = scalars.plan(name, jaxpr, consts, [scalars.whole(jaxpr, var)], exact)
-            if not plan.leaves:  # it depends on no array, and need not be part of the kernel
-                given[var] = _kernel(name, plan, [var.aval], args, implementation)[0]
+            if not plan.reads_arguments:  # it need not be part of the kernel
+                given[var] = _kernel(name, plan, [var.aval], args, "xla")[0]
     computed = [var for var in found if var not in given]
     shapes = {var.aval.shape: None for var in computed}
     if len(shapes) > 1:
@@ -528,10 +530,10 @@ def _one_row_kernel(
         demand = scalars.of_rows(jaxpr, var, space)
         if demand is None:
             plan = scalars.plan(name, jaxpr, consts, [scalars.whole(jaxpr, var)], exact)
-            if plan.leaves:
+            if plan.reads_arguments:
                 alone.append(var)
-            else:  # it depends on no array, and need not be part of the kernel
-                given[var] = _kernel(name, plan, [var.aval], args, implementation)[0]
+            else:  # it need not be part of the kernel
+                given[var] = _kernel(name, plan, [var.aval], args, "xla")[0]
         else:
             computed.append(var)
             demands.append(demand)
@@ -568,7 +570,8 @@ def _one_row_kernel(
             f"{name}: a kernel of rows reads at most about 20 arrays, got {len(operands)}. "
             "Remedy: make two functions of it, or jax_oneflow_ops.fuse(..., partial=True)."
         )
-    lead = jnp.broadcast_shapes(*(x.shape[:-1] for x in operands.values()))
+    ones = (1,) * space.start  # operands may have rank 0
+    lead = jnp.broadcast_shapes(ones, *(x.shape[:-1] for x in operands.values()))
     results = row_primitive.bind(definition, space.width, kinds, operands, lead, implementation)
     for var, y in zip(computed, results, strict=True):
         given[var] = _in_shape(y, var.aval, space)
@@ -590,16 +593,17 @@ def _rows_of(x: Any, alignment: scalars.Axes, space: scalars.Space) -> Any:
 
 def _in_shape(y: Any, aval: Any, space: scalars.Space) -> Any:
     """A result of a row kernel in the shape that the function gives it."""
-    if y.shape[-1] == 1 and aval.ndim < y.ndim:
-        y = jax.lax.squeeze(y, [y.ndim - 1])
-    if y.ndim != aval.ndim or any(
-        m not in (1, n) for m, n in zip(y.shape, aval.shape, strict=True)
+    if y.shape[-1] == 1 and aval.ndim == y.ndim - 1:
+        squeezed = jax.lax.squeeze(y, [y.ndim - 1])
+    else:
+        squeezed = y
+    if squeezed.ndim == aval.ndim and all(
+        m in (1, n) for m, n in zip(squeezed.shape, aval.shape, strict=True)
     ):
-        lead = [n for n in space.lead]
-        rows = space.shape[space.start :] if math.prod(aval.shape) > math.prod(lead) else ()
-        y = jnp.broadcast_to(y.reshape(*y.shape[: len(lead)], -1), (*lead, math.prod(rows)))
-        return jnp.reshape(y, aval.shape)
-    return _compat.broadcast_like(y, aval)
+        return _compat.broadcast_like(squeezed, aval)
+    are_elements = scalars.sizes(aval.shape) == scalars.sizes(space.shape)
+    width = space.width if are_elements else 1
+    return jnp.reshape(jnp.broadcast_to(y, (*space.lead, width)), aval.shape)
 
 
 def _aligned(x: Any, alignment: scalars.Axes, rank: int) -> Any:

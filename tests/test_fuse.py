@@ -1689,6 +1689,88 @@ def test_rows_of_several_dimensions_and_constants():
     jax.tree.map(lambda a, e: assert_close(a, e, 1e-4, 1e-3), *grads)
 
 
+def outer(rows, columns):
+    return lambda t: jax.nn.softmax(jnp.broadcast_to(jnp.arange(columns) * t, (rows, columns)))
+
+
+@pytest.mark.parametrize("partial", [False, True], ids=["whole", "partial"])
+@pytest.mark.parametrize(
+    ("f", "shapes"),
+    [
+        # Operands of one element.
+        (outer(8, 8), [()]),
+        (outer(3, 4), [(1, 1)]),
+        (lambda v: outer(3, 4)(v[0]).sum(-1), [(2,)]),
+        # No elements, and results of other ranks.
+        (lambda x: x / x.sum(), [(0, 4)]),
+        (lambda x: x - x.mean((-2, -1), keepdims=True), [(2, 3, 0, 5)]),
+        (lambda x: x.mean((-2, -1), keepdims=True), [(0, 3, 4, 5)]),
+        (lambda x: (x - x.sum(-1, keepdims=True))[:, None], [(0, 4)]),
+        (lambda x: (x - x.sum(-1, keepdims=True), x.sum(-1)[None, :, None]), [(3, 4)]),
+        # Rows of one element, and results that are larger than the arrays that are reduced.
+        (lambda x, y: jax.nn.softmax(x) * y, [(4, 2), (3, 4, 2)]),
+        (lambda x, y: jax.nn.softmax(x) * y, [(4, 1), (3, 4, 1)]),
+        (lambda x, y: jax.nn.softmax(x) * y, [(4, 1), (4, 6)]),
+        (lambda x, y: x - x.sum(-1, keepdims=True) + y, [(0, 4), (3, 0, 4)]),
+        (lambda x: (x.sum(-1), x.max(-1, keepdims=True)), [(4, 1)]),
+        # Short vectors.
+        (lambda x, v: (lambda a, b: a * x + b)(*v), [(3,), (2,)]),
+        (lambda x, v: (lambda a, b: (a * x).sum(-1) + b)(*v), [(5, 3), (2,)]),
+        (lambda x, v: (lambda a, b: a * x + b[1])(*jnp.split(v, [1])), [(5, 3), (3,)]),
+        # Results that depend on no argument.
+        (lambda x: (x * 2, jnp.arange(3.0), jnp.arange(15.0).reshape(5, 3)), [(5, 3)]),
+        (lambda x: (x / x.sum(-1, keepdims=True), jnp.linspace(0, 1, 7)), [(5, 3)]),
+    ],
+)
+def test_shapes_of_results(f, shapes, partial):
+    xs = [normals(*shape, key=k) + 2 for k, shape in enumerate(shapes)]
+    fused = jof.fuse(lambda *xs: f(*xs), partial=partial)
+    for a, e in zip(*(jax.tree.leaves(g(*xs)) for g in (fused, f)), strict=True):
+        assert a.dtype == e.dtype
+        assert_close(a, e, 1e-5, 1e-5)
+    grads = (
+        jax.grad(lambda *xs, g=g: sum((y * y).sum() for y in jax.tree.leaves(g(*xs))))(*xs)
+        for g in (fused, f)
+    )
+    assert_close(*grads, 1e-4, 1e-4)
+
+
+def test_differences_are_summed_after_their_common_factor_is_taken_out():
+    p = 1000 + normals(3, 4096, dtype=np.float32)
+    q = p + 1e-2 * normals(3, 4096, key=1, dtype=np.float32)
+    ours = jof.fuse(lambda p, q: (p / p.max(-1)[:, None] - q / p.max(-1)[:, None]).sum(-1))(p, q)
+    p, q = wide(p), wide(q)
+    assert_close(ours, ((p - q) / p.max(-1, keepdims=True)).sum(-1), 0, 2e-7)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, v: x.sum(-1),
+        lambda x, v: jax.nn.softmax(x) * jax.nn.softmax(v),
+        lambda x, v: x / x.sum(),
+        lambda x, v: (x - x.mean((-2, -1), keepdims=True))[:, None] + v,
+        lambda x, v: x.prod(-1) * v.max(),
+    ],
+    ids=["sum", "two softmaxes", "sum of everything", "new axis", "product"],
+)
+def test_rows_of_symbolic_length(f):
+    fused = jof.fuse(lambda x, v: f(x, v))
+    n, m = jax.export.symbolic_shape("n, m")
+    types = (jax.ShapeDtypeStruct((n, m), np.float32), jax.ShapeDtypeStruct((m,), np.float32))
+    exported = jax.export.export(jax.jit(fused), disabled_checks=jof.export_checks())(*types)
+    x, v = normals(3, 4), normals(4, key=1)
+    assert_close(exported.call(x, v), f(x, v), 1e-5, 1e-5)
+
+
+def test_the_gradient_of_sums_of_rows_of_symbolic_length():
+    gradient = jax.jit(jax.grad(lambda x: jof.fuse(lambda x: x.sum(-1))(x).sum()))
+    (n,) = jax.export.symbolic_shape("n")
+    types = jax.ShapeDtypeStruct((4, n), np.float32)
+    exported = jax.export.export(gradient, disabled_checks=jof.export_checks())(types)
+    assert_close(exported.call(normals(4, 3)), np.ones((4, 3)), 0, 0)
+
+
 def test_a_reduction_that_no_result_depends_on():
     @jof.fuse
     def f(x, y):

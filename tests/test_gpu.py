@@ -13,7 +13,7 @@ import pytest
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _attention, _native
-from tests import soak, test_graph
+from tests import soak, test_export, test_graph
 from tests.catalogue import CASES, Case
 from tests.test_transforms import cube
 
@@ -116,6 +116,37 @@ def test_every_op_runs_in_a_cuda_graph(tmp_path):
             if "kCustomCall" in kinds or "kCommandBuffer" not in kinds:
                 outside[f"{what} of {case}"] = kinds
     assert not outside
+
+
+def run_generated_kernels() -> None:
+    for name, (f, reference) in test_export.GENERATED.items():
+        compiled = test_export.value_and_gradient(f)
+        for i in range(10):
+            x = np.roll(test_export.X, i, 0)
+            expected = test_export.value_and_gradient(reference)(x)
+            for a, e in zip(compiled(x), expected, strict=True):
+                np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_generated_kernels_of_cached_programs_run_in_cuda_graphs(tmp_path):
+    """XLA may capture a graph of a kernel that this process has not loaded yet."""
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", "import tests.test_gpu as t; t.run_generated_kernels()"],
+            cwd=Path(__file__).resolve().parent.parent,
+            env={
+                **os.environ,
+                "XLA_FLAGS": " ".join(GRAPHS),
+                "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            },
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr[-5000:]
+    assert any(tmp_path.iterdir())
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -95,21 +95,33 @@ def space_of(name: str, jaxpr: Any) -> Space | None:
     collect(jaxpr)
     if not found:
         return None
-    shape, axes, eqn = max(found, key=lambda one: (bool(one[1]), math.prod(one[0])))
-    start = axes[0] if axes else len(shape) - 1  # else: rows of one element
+    shape, axes, eqn = max(found, key=lambda one: (bool(one[1]), _extent(one[0])))
+    if not axes:  # rows of one element, or a function of elements that reduces nothing
+        is_larger = any(len(sizes(v.aval.shape)) > len(sizes(shape)) for v in jaxpr.outvars)
+        return None if is_larger else Space(shape, len(shape) - 1)
+    start = axes[0]
     rest = [d for d in range(start, len(shape)) if shape[d] != 1]
-    if axes and rest != axes:
+    if rest != axes:
         raise _refused(name, eqn, _compat.line_of(eqn), "over these dimensions ", _NOT_LAST)
     row = [shape[d] for d in axes]
     # A result may have more dimensions than the arrays that are reduced.
     for var in jaxpr.outvars:
-        aval = var.aval
-        if math.prod(aval.shape) <= math.prod(shape):
-            continue
-        sizes = [(d, n) for d, n in enumerate(aval.shape) if n != 1]
-        if axes and [n for _, n in sizes[-len(row) :]] == row:
-            shape, start = aval.shape, sizes[-len(row)][0]
+        dims = [d for d, n in enumerate(var.aval.shape) if n != 1]
+        is_larger = len(dims) > len(sizes(shape))
+        if is_larger and [var.aval.shape[d] for d in dims[-len(row) :]] == row:
+            shape, start = var.aval.shape, dims[-len(row)]
     return Space(shape, start)
+
+
+def sizes(shape: Sequence[Any]) -> list[Any]:
+    """The sizes of dimensions that are not 1."""
+    return [n for n in shape if n != 1]
+
+
+def _extent(shape: Sequence[Any]) -> tuple[int, int]:
+    """A measure of the size of arrays that broadcast together, also of symbolic sizes."""
+    is_known = all(isinstance(n, int) for n in shape)
+    return len(sizes(shape)), math.prod(shape) if is_known else 0
 
 
 def live(jaxpr: Any) -> list[Any]:
@@ -176,6 +188,11 @@ class Plan:
     leaves: tuple[tuple[int | Constant, Alignment], ...]
     dtypes: tuple[str, ...]
     function: Callable[..., list[Any]]
+
+    @property
+    def reads_arguments(self) -> bool:
+        """Whether it reads an input, not only constants."""
+        return not all(isinstance(source, Constant) for source, _ in self.leaves)
 
     def operands(self, args: Sequence[Any]) -> list[tuple[Any, Axes]]:
         """The leaves as arrays, given the inputs `args`. Places are sliced out of them."""
@@ -427,13 +444,11 @@ def _step(
         moves = [_moved(name, eqn, k, alignment, line) for k, alignment in outs]
         return _Step(moves, gives, lambda xs: xs)
     if primitive in _PICKS:
-        picks = [_picked(name, eqn, alignment, line) for _, alignment in outs]
+        picks = [_picked(name, eqn, k, alignment, line) for k, alignment in outs]
         return _Step(picks, gives, lambda xs: xs)
     if primitive in ("argmax", "argmin") or primitive in _RUNNING:
         return _of_stack(name, eqn, outs, gives, line)
-    if primitive in traced.REDUCTIONS and not eqn.params["axes"] and not eqn.invars[0].aval.ndim:
-        return _Step([(eqn.invars[0], ())], gives, lambda xs: xs)  # of a scalar: the scalar itself
-    if primitive in traced.REDUCTIONS and space.shape:
+    if primitive in traced.REDUCTIONS and (space.shape or not _reduced_axes(eqn)):
         return _reduction(name, eqn, outs, gives, line, space)
     if primitive == "iota":
         return _places(name, eqn, outs, gives, line, space)
@@ -519,7 +534,7 @@ def _reduction(
     dims = [d for d in range(space.start, len(space.shape)) if space.shape[d] != 1]
     if axes and [shape[d] for d in axes] != [space.shape[d] for d in dims]:
         raise _refused(name, eqn, line, "over these dimensions ", _NOT_LAST)
-    if "complex" in str(operand.aval.dtype):
+    if axes and "complex" in str(operand.aval.dtype):
         raise _refused(name, eqn, line, f"of {operand.aval.dtype} ")
     along = dict(zip(axes, dims, strict=False))
     needs: list[tuple[Any, Alignment]] = []
@@ -596,7 +611,7 @@ def _moved(name: str, eqn: Any, k: int, alignment: Alignment, line: str) -> tupl
 _MOST_VALUES = 64  # elements of a dimension, and iterations of a loop
 STACKS = frozenset({"concatenate", "stack", "scan"})
 """Primitives that make arrays, or read constants, that kernels access at single places only."""
-_PICKS = frozenset({"slice", "concatenate", "stack", "transpose"})
+_PICKS = frozenset({"slice", "split", "unstack", "concatenate", "stack", "transpose"})
 _RUNNING = {
     "cumsum": jnp.add,
     "cumprod": jnp.multiply,
@@ -617,10 +632,10 @@ def _place(index: Any, size: Any, refused: FusionError) -> Place | None:
     return None if size == 1 else Place(int(index), refused)
 
 
-def _picked(name: str, eqn: Any, alignment: Alignment, line: str) -> tuple[Any, Alignment]:
-    """The operand that a result takes its elements from, and its alignment."""
+def _picked(name: str, eqn: Any, k: int, alignment: Alignment, line: str) -> tuple[Any, Alignment]:
+    """The operand that result k takes its elements from, and its alignment."""
     primitive, params, every = eqn.primitive.name, eqn.params, [*alignment]
-    operand, result = eqn.invars[0], eqn.outvars[0]
+    operand, result = eqn.invars[0], eqn.outvars[k]
     refused = _refused(name, eqn, line)
     if primitive == "transpose":
         every = [alignment[[*params["permutation"]].index(d)] for d in range(len(alignment))]
@@ -628,13 +643,21 @@ def _picked(name: str, eqn: Any, alignment: Alignment, line: str) -> tuple[Any, 
         if axes != sorted(axes):
             raise refused
         return operand, tuple(every)
-    if primitive == "slice":
-        strides = params["strides"] or [1] * len(alignment)
+    if primitive == "unstack":
+        d = params["axis"]
+        return operand, (*every[:d], _place(k, operand.aval.shape[d], refused), *every[d:])
+    if primitive in ("slice", "split"):
+        if primitive == "slice":
+            strides = params["strides"] or [1] * len(alignment)
+            starts = params["start_indices"]
+        else:
+            strides, starts = [1] * len(alignment), [0] * len(alignment)
+            starts[params["axis"]] = sum(params["sizes"][:k])
         for d, (n, axis) in enumerate(zip(operand.aval.shape, alignment, strict=True)):
             if n != result.aval.shape[d]:
                 if isinstance(axis, int):
                     raise refused
-                index = params["start_indices"][d] + strides[d] * _index(axis)
+                index = starts[d] + strides[d] * _index(axis)
                 every[d] = _place(index, n, axis.refused if isinstance(axis, Place) else refused)
         return operand, tuple(every)
     d = params["axis"] if primitive == "stack" else params["dimension"]

@@ -297,7 +297,7 @@ class Program:
     def _reduced(self, name: str, x: int, size: int, dtype: str) -> int:
         """A reduction of a row of `size` elements."""
         is_float = _is_float(dtype)
-        if not self.is_element[x]:
+        if not self.is_element[x] and (isinstance(size, int) or name not in _OF_SIZES):
             if name == "reduce_sum":
                 return _EMITTERS["mul"](self, {}, [self.literal(size, dtype), x], dtype)
             if name == "reduce_prod":
@@ -322,6 +322,11 @@ class Program:
             return _EMITTERS["mul"](self, {}, [factor, self._sum(rest, size)], dtype)
         if value.kind == "sub" and self._is_mean(value.args[1], value.args[0], size):
             return self.literal(0, dtype)
+        if value.kind in ("add", "sub"):
+            (f, first), (g, second) = map(self._row_factor, value.args)
+            if f is not None and f == g:  # a sum of differences keeps what terms cancel
+                rest = _plain[value.kind](self, {}, [first, second], dtype)
+                return _EMITTERS["mul"](self, {}, [f, self._sum(rest, size)], dtype)
         if value.kind in ("add", "sub") and self._stage_in_parts(x) < self.stage[x]:
             return _plain[value.kind](self, {}, [self._sum(k, size) for k in value.args], dtype)
         return self.add("reduce_sum", dtype, [x], REDUCTIONS["reduce_sum"])
@@ -540,6 +545,7 @@ REDUCTIONS = {
     "reduce_and": "jof::RowAnd",
     "reduce_or": "jof::RowOr",
 }
+_OF_SIZES = frozenset({"reduce_sum", "reduce_prod"})  # these depend on the length of the row
 _OF_BOOLS = REDUCTIONS | {"reduce_max": "jof::RowOr", "reduce_min": "jof::RowAnd"}
 
 # Primitives that leave values unchanged.
