@@ -221,6 +221,15 @@ def _attention_on_shard(
     return [result.astype(args[-1].dtype), jnp.stack([highest, inverse], -1)]
 
 
+# For each result, whether it has a row for each segment, edge or row of the values.
+_ROWS_OF_RESULTS = {
+    "jof_attention": "ss",
+    "jof_attention_logits": "e",
+    "jof_attention_values": "n",
+    "jof_attention_gradient": "en",
+}
+
+
 # ---- batching: problems become heads if they share the graph; else their graphs are merged ----
 
 
@@ -229,6 +238,7 @@ def _batch(
 ) -> tuple[Any, Any]:
     if all(d is None for d in dims[:GRAPH]):
         size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+        own = [*zip(args[GRAPH:], dims[GRAPH:], strict=True)]
 
         def joined(x: Any, d: int | None) -> Any:
             first, heads, *rest = (n for k, n in enumerate(x.shape) if k != d)
@@ -236,12 +246,15 @@ def _batch(
             x = jnp.broadcast_to(x, (first, size, heads, *rest))
             return _primitive.merged(FUNCTION, x, (1, 2, *(1 for _ in rest)))
 
+        # All operands have the same heads.
+        (heads,) = {[n for k, n in enumerate(x.shape) if k != d][1] for x, d in own}
+
         def split(x: Any) -> Any:
-            first, heads, *rest = x.shape
-            shape = (first, size, heads // size, *rest)
+            first, _, *rest = x.shape
+            shape = (first, size, heads, *rest)
             return _primitive.split(x, shape, (1, 2, *(1 for _ in rest)))
 
-        operands = [*map(joined, args[GRAPH:], dims[GRAPH:])]
+        operands = [joined(*each) for each in own]
         result = bind(*(primitive, *args[:GRAPH], *operands), num_segments=num_segments, **params)
         axes = [1] * len(result) if primitive.multiple_results else 1
         return jax.tree.map(split, result), axes
@@ -251,9 +264,12 @@ def _batch(
         params["rows"] = p.size * rows
     operands = [*p.graph(rows, num_segments), *map(p.flat, range(GRAPH, len(args)))]
     result = bind(primitive, *operands, num_segments=p.size * num_segments, **params)
+    sizes = {"s": num_segments, "e": p.edges, "n": rows}
+    of = [sizes[kind] for kind in _ROWS_OF_RESULTS[primitive.name]]
     if primitive.multiple_results:
-        return [p.result(x)[0] for x in result], [0] * len(result)
-    return p.result(result)
+        found = [p.result(*each)[0] for each in zip(result, of, strict=True)]
+        return found, [0] * len(found)
+    return p.result(result, *of)
 
 
 # ---- the primitives ----

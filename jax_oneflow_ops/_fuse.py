@@ -70,10 +70,11 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       integers wrap around and divide as in JAX. Reductions have a fixed order. A factor that is the
       same for all elements of a row is taken out of sums, and a division by such a value is a
       multiplication by its inverse, within 2 ulp. The sum of two terms may be the sum of their
-      sums, and ``x + x * y`` is ``x * (1 + y)``. Powers of two are moved out of products. Near the
-      largest and smallest numbers this may overflow, or give 0, and with infinite numbers it may
-      give infinity in place of NaN, although jnp's order of operations does not. The sum of ``x -
-      mean(x)`` over a row is 0, even if the row contains NaN.
+      sums, and ``x + x * tanh(y)`` is ``x * (1 + tanh(y))``. Powers of two are moved out of
+      products. Near the largest and smallest numbers this may overflow, or give 0, and if a number
+      is or becomes infinite it may give infinity in place of NaN, or NaN, although
+      jnp's order of operations does not. The sum of ``x - mean(x)`` over a row is 0, even if the
+      row contains NaN.
 
     Differentiation:
       Derivatives are those of `fun`, of any order, in forward and reverse mode, including
@@ -593,14 +594,10 @@ def _rows_of(x: Any, alignment: scalars.Axes, space: scalars.Space) -> Any:
 
 def _in_shape(y: Any, aval: Any, space: scalars.Space) -> Any:
     """A result of a row kernel in the shape that the function gives it."""
-    if y.shape[-1] == 1 and aval.ndim == y.ndim - 1:
-        squeezed = jax.lax.squeeze(y, [y.ndim - 1])
-    else:
-        squeezed = y
-    if squeezed.ndim == aval.ndim and all(
-        m in (1, n) for m, n in zip(squeezed.shape, aval.shape, strict=True)
-    ):
-        return _compat.broadcast_like(squeezed, aval)
+    if aval.shape == space.lead and y.ndim > aval.ndim:
+        y = jax.lax.squeeze(y, [y.ndim - 1])
+    if aval.shape in (space.lead, (*space.lead, 1), space.shape) and y.ndim == aval.ndim:
+        return _compat.broadcast_like(y, aval)
     are_elements = scalars.sizes(aval.shape) == scalars.sizes(space.shape)
     width = space.width if are_elements else 1
     return jnp.reshape(jnp.broadcast_to(y, (*space.lead, width)), aval.shape)

@@ -396,6 +396,7 @@ class Problems:
         self.args = [
             x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)
         ]
+        self.edges = self.args[0].shape[-1]  # of each problem
 
     def every(self, k: int) -> Any:
         """An array with the problems as its first dimension."""
@@ -428,18 +429,18 @@ class Problems:
 
         It is unknown if problems share the rows: then the edges of a row are not neighbours.
         """
-        edges = self.args[0].shape[-1]
-        if self.args[k].shape[self.has_own[k] :] != (edges,) or not rows:
+        if self.args[k].shape[self.has_own[k] :] != (self.edges,) or not rows:
             return no_order()
-        return self.ids(k, edges), self.ids(k + 1, rows)
+        return self.ids(k, self.edges), self.ids(k + 1, rows)
 
     def graph(self, senders: int, receivers: int) -> tuple[Any, ...]:
         """The merged graph of problems with this many rows each; 0 if they share the rows."""
         ids = self.ids(0, senders), self.ids(1, receivers)
         return *ids, *self.order(2, receivers), *self.order(4, senders)
 
-    def result(self, x: Any) -> tuple[Any, int]:
-        shape = (self.size, x.shape[0] // self.size, *x.shape[1:])
+    def result(self, x: Any, rows: int) -> tuple[Any, int]:
+        """A result with `rows` rows for each problem."""
+        shape = (self.size, rows, *x.shape[1:])
         return _primitive.split(x, shape, (2, *(1,) * (x.ndim - 1))), 0
 
 
@@ -458,7 +459,7 @@ def _message_sum_batch(
     result = bind(
         *(primitive, *graph, p.table(6), weights), num_segments=p.size * num_segments, **params
     )
-    return p.result(result)
+    return p.result(result, num_segments)
 
 
 def _edge_dot_batch(
@@ -467,7 +468,8 @@ def _edge_dot_batch(
     p = Problems(params["function"], args, dims)
     a_rows, b_rows = (p.args[k].shape[1] if p.has_own[k] else 0 for k in (6, 7))
     graph = p.graph(b_rows, a_rows)
-    return p.result(bind(primitive, *graph, p.table(6), p.table(7), **params))
+    result = bind(primitive, *graph, p.table(6), p.table(7), **params)
+    return p.result(result, p.edges)
 
 
 def _softmax_batch(
@@ -481,7 +483,7 @@ def _softmax_batch(
         num_segments=p.size * num_segments,
         **params,
     )
-    return p.result(result)
+    return p.result(result, p.edges)
 
 
 # ---- the primitives and their derivatives ----

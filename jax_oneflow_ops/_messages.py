@@ -80,7 +80,7 @@ def bind(
     function: str,
     implementation: str | None,
 ) -> Any:
-    """Binds the primitive with only those operands that the definition or its rules may read.
+    """Binds the primitive with only those operands that the definition uses.
 
     Args:
       graph: six arrays.
@@ -93,9 +93,7 @@ def bind(
       implementation: the parameter that every primitive has.
     """
     sides = dict(zip(operands, spec.sides, strict=True))
-    # The rule of a custom function may read what the function does not.
-    has_rules = scalars.contains(spec.definition.traced.flat, "custom_")
-    read = [k for k in operands if has_rules or k in spec.definition.reads]
+    read = [k for k in operands if k in spec.definition.uses]
     arrays = [operands[k] for k in read]
     found = "".join(sides[k] for k in read)
     inputs = tuple(read)
@@ -338,8 +336,7 @@ def _batch(
         )
         return result, 1
     p = _graph.Problems(params["function"], args, dims)
-    count = p.args[0].shape[-1]
-    rows = {"e": count}
+    rows = {"e": p.edges}
     for k, side in enumerate(spec.sides, GRAPH):
         if side != "c":
             rows[side] = p.args[k].shape[1 if p.has_own[k] else 0]
@@ -363,7 +360,8 @@ def _batch(
             sides += side
     spec = dataclasses.replace(spec, sides=sides)
     params |= {"spec": spec, "num_segments": p.size * num_segments}
-    return p.result(_primitive.bind(primitive, *graph, *operands, **params))
+    result = _primitive.bind(primitive, *graph, *operands, **params)
+    return p.result(result, rows[spec.target])
 
 
 messages_p = _primitive.define(
@@ -392,7 +390,6 @@ def _jvp(
             "custom_vjp_call",
             "",
         )
-    result = _primitive.bind(messages_p, *primals, spec=spec, **params)
     graph, operands = primals[:GRAPH], primals[GRAPH:]
     row = _row_of(operands)
     given = {k: x for k, x in zip(spec.inputs, operands, strict=True) if k >= 0}
@@ -402,12 +399,10 @@ def _jvp(
         for k, t in zip(spec.inputs, tangents[GRAPH:], strict=True)
         if k >= 0 and not isinstance(t, ad.Zero) and jnp.result_type(t) != jax.dtypes.float0
     }
-    of_rules = derive.with_rules(spec.definition, tuple(moving))
     definition, outs = derive.jvp(spec.definition, tuple(moving)) if moving else (None, ())
-    if of_rules is not spec.definition:
-        spec = dataclasses.replace(spec, definition=of_rules, sides="".join(sides.values()))
-        found = bind(graph, given, row, spec, **params)
-        result = _compat.broadcast_like(found, jax.typeof(result))
+    of_rules = derive.with_rules(spec.definition, tuple(moving))
+    spec = dataclasses.replace(spec, definition=of_rules)
+    result = _primitive.bind(messages_p, *primals, spec=spec, **params)
     if definition is None or not outs:
         return result, _primitive.total([], result)
     count = len(spec.definition.inputs)

@@ -259,10 +259,7 @@ def define(
 
     def batched(args: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
         with _compat.precision_of(args):
-            args = [*map(_compat.as_array, args)]
-            if any(d is not None and _is_zero(x.shape[d]) for x, d in zip(args, dims, strict=True)):
-                return _of_nothing(outer, args, dims, params)
-            return batch(outer, args, dims, **params)
+            return batch(outer, [*map(_compat.as_array, args)], dims, **params)
 
     batching.primitive_batchers[outer] = batched
     if call is not None:
@@ -270,23 +267,6 @@ def define(
     if gradient is not None:
         _policy.gradients_of[outer] = gradient
     return outer
-
-
-def _is_zero(size: Any) -> bool:
-    return isinstance(size, int) and size == 0  # a symbolic size is not
-
-
-def _of_nothing(
-    primitive: core.Primitive, args: Sequence[Any], dims: Sequence[int | None], params: Any
-) -> Any:
-    """The results, and their batch axes, of `vmap` over an axis of size 0."""
-    one = [
-        x if d is None else jax.ShapeDtypeStruct((*x.shape[:d], *x.shape[d + 1 :]), x.dtype)
-        for x, d in zip(args, dims, strict=True)
-    ]
-    types = jax.eval_shape(functools.partial(primitive.bind, **params), *one)
-    results = jax.tree.map(lambda t: jnp.zeros((0, *t.shape), t.dtype), types)
-    return results, jax.tree.map(lambda _: 0, types)
 
 
 def lower_native(native: Callable[..., Any], platform: str) -> Callable[..., Any]:

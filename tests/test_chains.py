@@ -268,6 +268,16 @@ def test_numbers_are_arguments_as_for_jit():
     assert len(traced) == 1
 
 
+def test_formats_without_a_dtype_are_no_part_of_a_chain(of_any_size):
+    def f(x, bias):
+        return gelu(x, bias), jax.lax.reduce_precision(x * 2, 8, 4)
+
+    assert kernels(jof.accelerate(f, fuse=True), X, BIAS) == 1
+    ours, theirs = (jax.jit(g)(X, BIAS) for g in (jof.accelerate(f, fuse=True), f))
+    for a, e in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(e), 2.0**-4, 2.0**-4)
+
+
 def test_numbers_are_static_inside_of_jit():
     def f(p, x, n, shape, train=False):
         y = x[:n].reshape(shape) * p

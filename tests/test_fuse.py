@@ -290,7 +290,8 @@ def test_casts_are_those_of_astype():
 def test_casts_inside_of_a_kernel(implementation, monkeypatch):
     """Also of subnormal numbers, and of those that only some formats have."""
     monkeypatch.setenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", implementation)
-    x = np.array([300, 248, 460, 500, 7e4, 2**-7, 2**-9, 9e-4, 3e-5, 1e-6, 6e-8], np.float32)
+    # XLA casts numbers from 480 to 512 to float8_e4m3fn as 0.
+    x = np.array([300, 248, 460, 7e4, 2**-7, 2**-9, 9e-4, 3e-5, 1e-6, 6e-8], np.float32)
     for name in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
 
         def cast(x, to=name):
@@ -320,7 +321,7 @@ def test_reduced_precision(dtype, bits):
 
     x = jnp.asarray([300, 248, 7e4, 2**-7, 2**-9, 3e-5, 1e-6, 6e-8, np.inf, np.nan]).astype(dtype)
     expected = jax.jit(f)(x)
-    fused = [jof.fuse(f, partial=True), jof.accelerate(f, fuse=True)]
+    fused = [jof.fuse(f, partial=True)]
     if bits in {"float32": [(8, 23), (8, 7)], "bfloat16": [(8, 23), (8, 7)]}.get(
         dtype, [(8, 23), (5, 10)]
     ):
@@ -733,6 +734,26 @@ def test_custom_vjp_rules_of_numbers_and_of_an_array_in_two_places():
         assert_close(ours, theirs, 1e-5, 1e-5)
 
 
+def test_second_derivatives_of_rules_that_read_what_the_function_does_not():
+    @jax.custom_jvp
+    def sine(x, y, w):
+        return jnp.sin(x)
+
+    sine.defjvp(lambda xs, ts: (sine(*xs), ts[0] * jnp.cos(xs[0]) * xs[1] + ts[2] * xs[2]))
+    xs = [normals(3, N, key=k) for k in range(3)]
+    for f in (
+        lambda *xs: sine(*xs) * xs[0],
+        lambda *xs: sine(*xs) / (1 + xs[0] ** 2).sum(-1, keepdims=True),
+    ):
+
+        def second(g):
+            first = jax.grad(lambda *xs: (g(*xs) ** 2).sum(), (0, 1, 2))
+            return jax.grad(lambda *xs: sum((v * v).sum() for v in first(*xs)), (0, 1, 2))(*xs)
+
+        for a, e in zip(second(jof.fuse(f)), second(f), strict=True):
+            assert_close(a, e, 1e-4, 1e-4)
+
+
 def test_second_derivatives_of_custom_rules_that_do_not_call_the_function():
     """JAX differentiates the results that the rule computes, not the function."""
 
@@ -823,12 +844,22 @@ def test_custom_rules_that_read_captured_arrays_are_left_to_xla(kind):
     else:
         scaled = jax.custom_vjp(scaled)
         scaled.defvjp(lambda x: (x * grid, x), lambda x, ct: (ct * grid * x,))
+
+    @jax.custom_jvp
+    def around(x):
+        return scaled(x) + 1
+
+    around.defjvp(lambda xs, ts: jax.jvp(lambda x: scaled(x) + 1, xs, ts))
     x = normals(3, N)
     for f in (
         lambda x: jnp.sort(scaled(x * 2) + 1) * x,
         lambda x: jax.nn.softmax(scaled(x * 2) + 1) * x,
         lambda x: jax.jit(lambda x: scaled(x) * 3)(x) + x,
+        lambda x: jax.lax.fori_loop(0, 2, lambda _, y: scaled(y) + 1, x) * x,
+        *([lambda x: around(x) * x] if kind == "jvp" else []),
     ):
+        rest = jof.fuse(f, partial=True).explain(x).rest
+        assert any("custom" in one or "scan" in one for one in rest)
         for d in (jax.grad, lambda f: jax.grad(lambda x: (jax.grad(f)(x) * x).sum())):
             ours, theirs = (
                 d(lambda x, g=g: (g(x) ** 2).sum())(x) for g in (jof.fuse(f, partial=True), f)
@@ -1707,6 +1738,14 @@ def outer(rows, columns):
         (lambda x: x.mean((-2, -1), keepdims=True), [(0, 3, 4, 5)]),
         (lambda x: (x - x.sum(-1, keepdims=True))[:, None], [(0, 4)]),
         (lambda x: (x - x.sum(-1, keepdims=True), x.sum(-1)[None, :, None]), [(3, 4)]),
+        # Dimensions of operands and results that have the same size, in different places.
+        (lambda x: jnp.broadcast_to(x, (4, 4, 1, 8)).sum(-1).reshape(1, 4, 4), [(4, 1, 8)]),
+        (
+            lambda x: ((z := jnp.broadcast_to(x, (4, 4, 1, 8))) - z.sum(-1, keepdims=True)).reshape(
+                1, 4, 4, 8
+            ),
+            [(4, 1, 8)],
+        ),
         # Rows of one element, and results that are larger than the arrays that are reduced.
         (lambda x, y: jax.nn.softmax(x) * y, [(4, 2), (3, 4, 2)]),
         (lambda x, y: jax.nn.softmax(x) * y, [(4, 1), (3, 4, 1)]),

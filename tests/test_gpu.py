@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -118,21 +119,30 @@ def test_every_op_runs_in_a_cuda_graph(tmp_path):
     assert not outside
 
 
-def run_generated_kernels() -> None:
-    for name, (f, reference) in test_export.GENERATED.items():
-        compiled = test_export.value_and_gradient(f)
+def run_generated_kernels(misses: int | None = None) -> None:
+    """Asserts how many programs are not in the compilation cache, if that is given."""
+    events: Counter[str] = Counter()
+    jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
+    for name, functions in test_export.GENERATED.items():
+        compiled, reference = map(test_export.value_and_gradient, functions)
         for i in range(10):
             x = np.roll(test_export.X, i, 0)
-            expected = test_export.value_and_gradient(reference)(x)
-            for a, e in zip(compiled(x), expected, strict=True):
+            for a, e in zip(compiled(x), reference(x), strict=True):
                 np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5, err_msg=name)
+    if misses is not None:
+        assert events["/jax/compilation_cache/cache_misses"] == misses
+        assert events["/jax/compilation_cache/cache_hits"] > 0
 
 
-def test_generated_kernels_of_cached_programs_run_in_cuda_graphs(tmp_path):
-    """XLA may capture a graph of a kernel that this process has not loaded yet."""
-    for _ in range(2):
+def test_generated_kernels_of_cached_programs(tmp_path):
+    """With the flags above, XLA may capture a kernel that this process has not loaded yet."""
+    for misses in ("None", "0"):
         done = subprocess.run(
-            [sys.executable, "-c", "import tests.test_gpu as t; t.run_generated_kernels()"],
+            [
+                sys.executable,
+                "-c",
+                f"import tests.test_gpu as t; t.run_generated_kernels({misses})",
+            ],
             cwd=Path(__file__).resolve().parent.parent,
             env={
                 **os.environ,

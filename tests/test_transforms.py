@@ -730,7 +730,7 @@ def test_vmap_over_an_axis_of_size_0(case):
                 jax.eval_shape(jax.vmap(grad(case, cube(f)), axes), *given)
                 for f in (case.f, case.ref)
             )
-            assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, theirs)
+            assert jax.tree.map(str, ours) == jax.tree.map(str, theirs)
             result = jax.jit(jax.vmap(case.f, axes))(*given)
             assert result.shape == (0, *result_of(case).shape)
             assert result.dtype == result_of(case).dtype

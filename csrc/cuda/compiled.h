@@ -14,20 +14,25 @@ struct CudaCompiledKernel {
   bool knows_clusters;
 };
 
-// Kernels of a CUDA library are not bound to a device: they are loaded on the device where they are
-// launched. A thread that captures a CUDA graph may not load code, unless it relaxes that rule.
-inline cudaError_t LoadLibrary(const uint8_t* code, cudaLibrary_t* library) {
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  cudaError_t status = cudaThreadExchangeStreamCaptureMode(&mode);
-  if (status != cudaSuccess) return status;
-  status = cudaLibraryLoadData(library, code, nullptr, nullptr, 0, nullptr, nullptr, 0);
-  const cudaError_t restored = cudaThreadExchangeStreamCaptureMode(&mode);
-  return status == cudaSuccess ? restored : status;
-}
+// A thread that captures a CUDA graph may not load code, except while such an object exists.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
 
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Kernels of a CUDA library are not bound to a device: they are loaded on the device where they are
+// launched.
 inline cudaError_t LoadCompiled(const uint8_t* code, size_t, CudaCompiledKernel* kernel) {
+  const RelaxedCapture relaxed;
   cudaLibrary_t library = nullptr;
-  cudaError_t status = LoadLibrary(code, &library);
+  cudaError_t status =
+      cudaLibraryLoadData(&library, code, nullptr, nullptr, 0, nullptr, nullptr, 0);
   if (status == cudaSuccess)
     status = cudaLibraryGetKernel(&kernel->kernel, library, "jof_compiled");
   cudaFuncAttributes attributes{};

@@ -29,8 +29,10 @@ struct CudaMessageKernels {
 };
 
 inline cudaError_t LoadMessages(const uint8_t* code, size_t, CudaMessageKernels* kernels) {
+  const RelaxedCapture relaxed;
   cudaLibrary_t library = nullptr;
-  cudaError_t status = LoadLibrary(code, &library);
+  cudaError_t status =
+      cudaLibraryLoadData(&library, code, nullptr, nullptr, 0, nullptr, nullptr, 0);
   const auto get = [&](cudaKernel_t* kernel, const char* name) {
     *kernel = nullptr;
     if (status != cudaSuccess) return;

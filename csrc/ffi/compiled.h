@@ -11,9 +11,7 @@
 
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <mutex>
-#include <shared_mutex>
 #include <string_view>
 
 #include "ffi/elementwise.h"
@@ -26,33 +24,33 @@ template <typename Loaded>
 class LoadedKernels {
  public:
   // Sets *kernel. Calls load(Loaded*), which returns an ffi::Error, unless the kernel is loaded.
+  // Calls with other kernels do not wait for that.
   template <typename Load>
   ffi::Error Get(int64_t id, const Load& load, const Loaded** kernel) {
-    {
-      std::shared_lock<std::shared_mutex> lock(mutex_);
-      const auto found = kernels_.find(id);
-      if (found != kernels_.end()) {
-        *kernel = found->second.get();
-        return ffi::Error::Success();
-      }
+    Entry& entry = EntryOf(id);
+    std::lock_guard<std::mutex> lock(entry.mutex);
+    if (!entry.is_loaded) {
+      if (ffi::Error error = load(&entry.kernel); error.failure()) return error;
+      entry.is_loaded = true;
     }
-    std::unique_lock<std::shared_mutex> lock(mutex_);
-    std::unique_ptr<Loaded>& kept = kernels_[id];
-    if (kept == nullptr) {
-      auto loaded = std::make_unique<Loaded>();
-      if (ffi::Error error = load(loaded.get()); error.failure()) {
-        kernels_.erase(id);
-        return error;
-      }
-      kept = std::move(loaded);
-    }
-    *kernel = kept.get();
+    *kernel = &entry.kernel;
     return ffi::Error::Success();
   }
 
  private:
-  std::shared_mutex mutex_;
-  std::map<int64_t, std::unique_ptr<Loaded>> kernels_;
+  struct Entry {
+    std::mutex mutex;
+    bool is_loaded = false;
+    Loaded kernel{};
+  };
+
+  Entry& EntryOf(int64_t id) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return entries_[id];
+  }
+
+  std::mutex mutex_;
+  std::map<int64_t, Entry> entries_;
 };
 
 // Adds the attributes, which both stages of a call have, to a binding.
@@ -78,11 +76,13 @@ auto CompiledBinding() {
       ffi::Ffi::Bind().Ctx<typename Backend::Context>().RemainingArgs().RemainingRets());
 }
 
-// Sets *kernel to the kernel of a call. It is loaded when the program is made. XLA for GPUs skips
-// that stage in programs that it reads from its compilation cache: then the first call loads it.
-template <typename Backend, typename Kernel = typename Backend::CompiledKernel>
+// Sets *kernel to the kernel of a call. It is loaded when the program is made, so that calls
+// neither synchronise nor allocate. XLA for GPUs skips that stage in programs that jax reads from
+// its compilation cache: then the first call loads the kernel.
+template <typename Backend>
 ffi::Error GetCompiled(ffi::Span<const uint8_t> code, int64_t id, std::string_view name,
-                       const Kernel** kernel) {
+                       const typename Backend::CompiledKernel** kernel) {
+  using Kernel = typename Backend::CompiledKernel;
   static auto* kernels = new LoadedKernels<Kernel>;
   const auto load = [&](Kernel* loaded) {
     return Backend::Status(name, LoadCompiled(code.begin(), code.size(), loaded));

@@ -133,9 +133,10 @@ auto MessagesBinding() {
 }
 
 // As GetCompiled.
-template <typename Backend, typename Kernels = typename Backend::MessageKernels>
+template <typename Backend>
 ffi::Error GetMessages(ffi::Span<const uint8_t> code, int64_t id, std::string_view name,
-                       const Kernels** kernels) {
+                       const typename Backend::MessageKernels** kernels) {
+  using Kernels = typename Backend::MessageKernels;
   static auto* all = new LoadedKernels<Kernels>;
   const auto load = [&](Kernels* loaded) {
     return Backend::Status(name, LoadMessages(code.begin(), code.size(), loaded));

@@ -259,7 +259,7 @@ def program(fun: Any) -> Callable[..., Any]:
     ) -> tuple[Callable[..., Any], Any, Any]:
         """The program for arguments like these, and the arguments that it takes."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        # Under another jax.jit, numbers are static: it has replaced those that are not by tracers.
+        # While jax traces a program around this call, numbers are static: others are tracers.
         are_static = is_jitted or not _compat.runs_now()
         numbers = () if are_static else (bool, int, float, complex)
         is_taken = [isinstance(x, (*taken_types, *numbers)) for x in leaves]

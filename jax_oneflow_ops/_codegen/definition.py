@@ -13,6 +13,7 @@ from typing import Any, Union
 import jax
 import jax.numpy as jnp
 
+from jax_oneflow_ops import _compat
 from jax_oneflow_ops._codegen import scalars
 from jax_oneflow_ops._codegen.signature import Parameter, bind_variables, computed_in
 from jax_oneflow_ops._codegen.text import Text
@@ -37,6 +38,17 @@ class Definition:
     def reads(self) -> tuple[int, ...]:
         """The inputs that the body may read."""
         return self.body.reads(self.inputs)
+
+    @functools.cached_property
+    def uses(self) -> tuple[int, ...]:
+        """The inputs that the body may read, or the rules of custom functions in it."""
+        flat = self.traced.flat
+        eqns = scalars.live(flat)
+        if not any(scalars.is_or_calls(eqn, "custom_") for eqn in eqns):
+            return self.reads
+        read = {x for eqn in eqns for x in eqn.invars if not _compat.is_literal(x)}
+        rules = (i for i, var in enumerate(flat.invars) if var in read)
+        return tuple(sorted({*self.reads, *rules}))
 
     @property
     def traced(self) -> Traced:

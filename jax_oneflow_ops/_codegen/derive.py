@@ -208,7 +208,7 @@ def tangents_of(
     definition, outs = jvp(spec.definition, tuple(moving))
     count = len(spec.definition.inputs)
     every = given | {count + k: t for k, t in enumerate(moving.values())}
-    args = {i: every[i] for i in definition.reads}
+    args = {i: every[i] for i in definition.uses}
     return dict(zip(outs, run(definition, args, outs), strict=True)) if outs else {}
 
 
@@ -219,7 +219,7 @@ def results_of(
     given = dict(zip(spec.primals, primals, strict=True))
     moving = tuple(i for i, t in zip(spec.primals, tangents, strict=True) if not is_zero(t))
     definition = with_rules(spec.definition, moving)
-    args = {i: given[i] for i in definition.reads if i in given}
+    args = {i: given[i] for i in definition.uses if i in given}
     if definition is spec.definition or not args or len(args) < len(definition.reads):
         return [*results]
     found = run(definition, args, range(len(results)))
@@ -257,7 +257,7 @@ def cotangents_of(
                     f"{spec.definition.name}: it cannot be transposed with respect to input {i}, "
                     "which it is not linear in."
                 )
-        operands = {i: every[i] for i in definition.reads}
+        operands = {i: every[i] for i in definition.uses if i not in linear}
         if operands:  # otherwise they are zero
             found = dict(zip(linear, run(definition, operands, tuple(linear)), strict=True))
     return [like(found[i], linear[i]) if i in found else None for i in spec.primals]

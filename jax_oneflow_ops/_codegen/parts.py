@@ -24,7 +24,7 @@ from jax_oneflow_ops._codegen.signature import size_of
 # Primitives that XLA fuses with the elementwise operations before them.
 _READS_IN_PLACE = re.compile(
     r"^(reduce_|arg(max|min)$|cum|transpose$|reshape$|rev$|slice$|split$|concatenate$|pad$|gather$"
-    r"|dynamic_slice$|broadcast_in_dim$|select_and|iota$)"
+    r"|dynamic_slice$|unstack$|broadcast_in_dim$|select_and|iota$)"
 )
 # Kernels of fewer operations gain nothing.
 _LEAST = 2
@@ -173,8 +173,12 @@ def captures(eqn: Any) -> bool:
 
     Its rules may read these in another way than its value does, which kernels cannot.
     """
-    called = None if _has_no_rule(eqn) else _compat.called_jaxpr(eqn)
-    return called is not None and bool(eqn.params.get("num_consts", 0) or called[1])
+    called = scalars.called(eqn)
+    if called is None:
+        return False
+    jaxpr, consts = called
+    is_it = not _has_no_rule(eqn) and bool(eqn.params.get("num_consts", 0) or consts)
+    return is_it or any(map(captures, jaxpr.eqns))
 
 
 def reads_in_place(eqn: Any) -> bool:

@@ -1,7 +1,8 @@
 """Rounding of values inside kernels to the narrow dtypes that they are cast to.
 
 In a jaxpr of scalars, float32 stands for narrow floats, so a cast to one of these rounds a float32.
-`jax.lax.reduce_precision` would not do: it has no subnormal numbers, and infinity in all formats.
+`jax.lax.reduce_precision` has no subnormal numbers, and an infinity in all formats. So it would do
+for bfloat16 only, which has the exponents of float32.
 """
 
 from typing import Any
@@ -21,6 +22,18 @@ def rounded(x: Any, dtype: Any) -> Any:
     Its derivative rounds tangents and cotangents likewise, as those of casts do.
     """
     return rounded_p.bind(x, to=str(dtype)) if is_narrow(str(dtype)) else x
+
+
+def rounds_to(dtype: Any, params: Any) -> str | None:
+    """The dtype that a `reduce_precision` of `dtype` rounds to; None if no dtype is such a format.
+
+    It is `dtype`, or bfloat16 for float32. Formats with fewer exponent bits have other subnormal
+    numbers and infinities than dtypes of as many bits.
+    """
+    own, bits = jnp.finfo(dtype), (params["exponent_bits"], params["mantissa_bits"])
+    if bits[0] >= own.nexp and bits[1] >= own.nmant:
+        return str(dtype)
+    return "bfloat16" if dtype == jnp.float32 and bits == (8, 7) else None
 
 
 def _cast(x: Any, *, to: str) -> list[Any]:

@@ -28,7 +28,7 @@ from jax import lax
 
 from jax_oneflow_ops import _compat, _primitive
 from jax_oneflow_ops._codegen import traced
-from jax_oneflow_ops._codegen.rounding import rounded
+from jax_oneflow_ops._codegen.rounding import rounded, rounds_to
 from jax_oneflow_ops._codegen.signature import TYPES, is_inexact, is_narrow
 from jax_oneflow_ops._codegen.traced import FusionError, computed
 
@@ -452,12 +452,11 @@ def _step(
         return _reduction(name, eqn, outs, gives, line, space)
     if primitive == "iota":
         return _places(name, eqn, outs, gives, line, space)
-    if primitive == "reduce_precision" and _rounds_to(eqn) is None:
-        raise _refused(name, eqn, line, "to this format ")
-    own = ("stop_gradient", "reduce_precision")
-    if not traced.is_elementwise(primitive) and primitive not in own:
+    if not traced.is_elementwise(primitive) and primitive != "stop_gradient":
         raise _refused(name, eqn, line)
     dtype = eqn.invars[0].aval.dtype
+    if primitive == "reduce_precision" and rounds_to(dtype, eqn.params) is None:
+        raise _refused(name, eqn, line, "to this format ")
     if primitive == "bitcast_convert_type" and dtype.itemsize != eqn.outvars[0].aval.dtype.itemsize:
         raise _refused(name, eqn, line, "between sizes ")
     _check_dtype(name, dtype)
@@ -814,7 +813,7 @@ def _on_scalars(eqn: Any, args: Sequence[Any]) -> Any:
     if name == "convert_element_type":
         return _converted(args[0], eqn.invars[0].aval.dtype, dtype)
     if name == "reduce_precision":
-        return rounded(args[0], _rounds_to(eqn))
+        return rounded(args[0], rounds_to(dtype, eqn.params))
     params = {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
     shapes = {np.shape(x) for x in args} - {()}
     if shapes and len(args) > 1:  # elements of a row, and values of the row
@@ -827,19 +826,6 @@ def _on_scalars(eqn: Any, args: Sequence[Any]) -> Any:
         ]
         return lax.convert_element_type(eqn.primitive.bind(*stored, **params), computed(dtype))
     return eqn.primitive.bind(*args, **params)
-
-
-def _rounds_to(eqn: Any) -> str | None:
-    """The dtype that a `reduce_precision` rounds to; None if it has the precision of none.
-
-    It is the dtype of its operand, or bfloat16 for float32. Formats with fewer exponents have other
-    subnormal numbers and infinities than the dtypes with as many bits.
-    """
-    dtype = eqn.outvars[0].aval.dtype
-    own, bits = jnp.finfo(dtype), (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
-    if bits[0] >= own.nexp and bits[1] >= own.nmant:
-        return str(dtype)
-    return "bfloat16" if dtype == jnp.float32 and bits == (8, 7) else None
 
 
 def _converted(x: Any, of: Any, to: Any) -> Any:
@@ -891,11 +877,10 @@ class _Custom:
 
     def _add_unused(self) -> None:
         """Adds operands that the value does not use, but that the rule may use."""
-        results = [(self.eqn.outvars[k].aval.shape, alignment) for k, alignment in self.outs]
+        shapes = {self.eqn.outvars[k].aval.shape: alignment for k, alignment in self.outs}
         for position, atom in enumerate(self.eqn.invars):
             if not _compat.is_literal(atom) and position not in self.positions:
-                found = (_broadcast_to(atom.aval.shape, *result) for result in results)
-                alignment = next((a for a in found if a is not None), None)
+                alignment = shapes.get(atom.aval.shape, None if atom.aval.ndim else ())
                 if alignment is not None:
                     self.needs.append((atom, alignment))
                     self.positions.append(position)
@@ -1098,21 +1083,6 @@ def _custom(
         return call.function(*given)
 
     return _Step(call.needs, gives, compute)
-
-
-def _broadcast_to(
-    shape: tuple[Any, ...], result: tuple[Any, ...], alignment: Alignment
-) -> Alignment | None:
-    """The alignment of an operand that jnp would broadcast to a result; None if it would not."""
-    missing = len(result) - len(shape)
-    if missing < 0:
-        return None
-    pairs = [*zip(shape, result[missing:], strict=True)]
-    if any(n not in (1, m) for n, m in pairs):
-        return None
-    return tuple(
-        axis if n == m else None for (n, m), axis in zip(pairs, alignment[missing:], strict=True)
-    )
 
 
 def _may_move(atom: Any) -> bool:

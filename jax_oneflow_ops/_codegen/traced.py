@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from jax_oneflow_ops import _compat
+from jax_oneflow_ops._codegen.rounding import rounds_to
 from jax_oneflow_ops._codegen.signature import TYPES, Parameter, is_inexact, is_narrow
 
 
@@ -839,6 +840,7 @@ def _pow(program: Program, params: dict[str, Any], args: list[int], dtype: str) 
     return program.add("pow", dtype, args, f"pow({{0}}, static_cast<{cpp_type(dtype)}>({{1}}))")
 
 
+KINDS["reduce_precision"] = frozenset({"float"})
 KINDS["pow"] = KINDS["logistic"] = KINDS["round"] = KINDS["nextafter"] = frozenset({"float"})
 
 
@@ -914,6 +916,14 @@ def _rounded(program: Program, x: int, to: str, dtype: str) -> int:
     return program.add(
         f"rounded to {TYPES[to]}", dtype, [x], f"jof_As<{TYPES[to]}>::Rounded({{0}})"
     )
+
+
+@_emitter("reduce_precision")
+def _reduce_precision(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
+    to = rounds_to(jnp.dtype(dtype), params)
+    if to is None:
+        return program.add("!reduce_precision", dtype, args, "0")
+    return args[0] if to == dtype else _rounded(program, args[0], to, dtype)
 
 
 @_emitter("jof_rounded")
