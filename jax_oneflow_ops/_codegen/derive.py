@@ -208,7 +208,7 @@ def tangents_of(
     definition, outs = jvp(spec.definition, tuple(moving))
     count = len(spec.definition.inputs)
     every = given | {count + k: t for k, t in enumerate(moving.values())}
-    args = {i: every[i] for i in definition.uses}
+    args = {i: every[i] for i in definition.uses if i in every}
     return dict(zip(outs, run(definition, args, outs), strict=True)) if outs else {}
 
 
@@ -220,7 +220,7 @@ def results_of(
     moving = tuple(i for i, t in zip(spec.primals, tangents, strict=True) if not is_zero(t))
     definition = with_rules(spec.definition, moving)
     args = {i: given[i] for i in definition.uses if i in given}
-    if definition is spec.definition or not args or len(args) < len(definition.reads):
+    if definition is spec.definition or not args or not {*definition.reads} <= {*args}:
         return [*results]
     found = run(definition, args, range(len(results)))
     return [
