@@ -274,8 +274,8 @@ def test_formats_without_a_dtype_are_no_part_of_a_chain(of_any_size):
 
     assert kernels(jof.accelerate(f, fuse=True), X, BIAS) == 1
     ours, theirs = (jax.jit(g)(X, BIAS) for g in (jof.accelerate(f, fuse=True), f))
-    for a, e in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(np.float32(a), np.float32(e), 2.0**-4, 2.0**-4)
+    np.testing.assert_allclose(np.float32(ours[0]), np.float32(theirs[0]), 2.0**-6, 2.0**-6)
+    np.testing.assert_array_equal(np.float32(ours[1]), np.float32(theirs[1]))
 
 
 def test_numbers_are_static_inside_of_jit():

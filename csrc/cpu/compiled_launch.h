@@ -91,7 +91,7 @@ inline CpuStatus LoadLibrary(const uint8_t* code, size_t bytes, void** library) 
 
 }  // namespace internal
 
-inline CpuStatus LoadCompiled(const uint8_t* code, size_t bytes, CpuCompiledKernel* kernel) {
+inline CpuStatus LoadKernel(const uint8_t* code, size_t bytes, CpuCompiledKernel* kernel) {
   void* library;
   const CpuStatus status = internal::LoadLibrary(code, bytes, &library);
   if (status.code != CpuStatus::kOk) return status;

@@ -11,7 +11,7 @@ struct CpuMessageKernels {
   Kernel run, join, fill;
 };
 
-inline CpuStatus LoadMessages(const uint8_t* code, size_t bytes, CpuMessageKernels* kernels) {
+inline CpuStatus LoadKernel(const uint8_t* code, size_t bytes, CpuMessageKernels* kernels) {
   void* library;
   const CpuStatus status = internal::LoadLibrary(code, bytes, &library);
   if (status.code != CpuStatus::kOk) return status;

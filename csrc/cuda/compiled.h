@@ -28,7 +28,7 @@ class RelaxedCapture {
 
 // Kernels of a CUDA library are not bound to a device: they are loaded on the device where they are
 // launched.
-inline cudaError_t LoadCompiled(const uint8_t* code, size_t, CudaCompiledKernel* kernel) {
+inline cudaError_t LoadKernel(const uint8_t* code, size_t, CudaCompiledKernel* kernel) {
   const RelaxedCapture relaxed;
   cudaLibrary_t library = nullptr;
   cudaError_t status =

@@ -28,7 +28,7 @@ struct CudaMessageKernels {
   cudaKernel_t run[2], join[2], fill;
 };
 
-inline cudaError_t LoadMessages(const uint8_t* code, size_t, CudaMessageKernels* kernels) {
+inline cudaError_t LoadKernel(const uint8_t* code, size_t, CudaMessageKernels* kernels) {
   const RelaxedCapture relaxed;
   cudaLibrary_t library = nullptr;
   cudaError_t status =

@@ -79,13 +79,12 @@ auto CompiledBinding() {
 // Sets *kernel to the kernel of a call. It is loaded when the program is made, so that calls
 // neither synchronise nor allocate. XLA for GPUs skips that stage in programs that jax reads from
 // its compilation cache: then the first call loads the kernel.
-template <typename Backend>
-ffi::Error GetCompiled(ffi::Span<const uint8_t> code, int64_t id, std::string_view name,
-                       const typename Backend::CompiledKernel** kernel) {
-  using Kernel = typename Backend::CompiledKernel;
+template <typename Backend, typename Kernel>
+ffi::Error GetLoaded(ffi::Span<const uint8_t> code, int64_t id, std::string_view name,
+                     const Kernel** kernel) {
   static auto* kernels = new LoadedKernels<Kernel>;
   const auto load = [&](Kernel* loaded) {
-    return Backend::Status(name, LoadCompiled(code.begin(), code.size(), loaded));
+    return Backend::Status(name, LoadKernel(code.begin(), code.size(), loaded));
   };
   return kernels->Get(id, load, kernel);
 }
@@ -95,7 +94,7 @@ ffi::Error InstantiateCompiled(ffi::RemainingArgs, ffi::RemainingRets,
                                ffi::Span<const uint8_t> code, int64_t id, std::string_view name,
                                ffi::Span<const int64_t>, ffi::Span<const int64_t>) {
   const typename Backend::CompiledKernel* kernel;
-  return GetCompiled<Backend>(code, id, name, &kernel);
+  return GetLoaded<Backend>(code, id, name, &kernel);
 }
 
 template <typename Backend>
@@ -133,7 +132,7 @@ ffi::Error ExecuteCompiled(typename Backend::Stream stream, ffi::RemainingArgs a
   }
   if (call.n == 0) return error;
   const typename Backend::CompiledKernel* kernel;
-  if (error = GetCompiled<Backend>(code, id, name, &kernel); error.failure()) return error;
+  if (error = GetLoaded<Backend>(code, id, name, &kernel); error.failure()) return error;
   return Backend::Status(
       name, LaunchCompiled(*kernel, inputs, outputs, element_bytes.begin(), call, stream));
 }

@@ -128,7 +128,7 @@ ffi::Error ExecuteCompiledRows(typename Backend::Stream stream, ffi::RemainingAr
   if (error.failure()) return error;
   if (call.rows == 0) return InvalidArgument(name, ": there must be a row");
   const typename Backend::CompiledKernel* kernel;
-  if (error = GetCompiled<Backend>(code, id, name, &kernel); error.failure()) return error;
+  if (error = GetLoaded<Backend>(code, id, name, &kernel); error.failure()) return error;
   return Backend::Status(name, LaunchCompiledRows(*kernel, traits, call, stream));
 }
 

@@ -132,18 +132,6 @@ auto MessagesBinding() {
       ffi::Ffi::Bind().Ctx<typename Backend::Context>().RemainingArgs().RemainingRets());
 }
 
-// As GetCompiled.
-template <typename Backend>
-ffi::Error GetMessages(ffi::Span<const uint8_t> code, int64_t id, std::string_view name,
-                       const typename Backend::MessageKernels** kernels) {
-  using Kernels = typename Backend::MessageKernels;
-  static auto* all = new LoadedKernels<Kernels>;
-  const auto load = [&](Kernels* loaded) {
-    return Backend::Status(name, LoadMessages(code.begin(), code.size(), loaded));
-  };
-  return all->Get(id, load, kernels);
-}
-
 using Integers = ffi::Span<const int64_t>;
 
 template <typename Backend>
@@ -152,7 +140,7 @@ ffi::Error InstantiateMessages(ffi::RemainingArgs, ffi::RemainingRets,
                                Integers, Integers, Integers, Integers, Integers, Integers,
                                Integers) {
   const typename Backend::MessageKernels* kernels;
-  return GetMessages<Backend>(code, id, name, &kernels);
+  return GetLoaded<Backend>(code, id, name, &kernels);
 }
 
 template <typename Backend>
@@ -168,7 +156,7 @@ ffi::Error ExecuteMessages(typename Backend::Stream stream, ffi::RemainingArgs a
   ffi::Error error = DecodeMessages(Backend::kEdgeChunk, args, rets, attributes, &call);
   if (error.failure() || call.segments == 0) return error;
   const typename Backend::MessageKernels* kernels;
-  if (error = GetMessages<Backend>(code, id, name, &kernels); error.failure()) return error;
+  if (error = GetLoaded<Backend>(code, id, name, &kernels); error.failure()) return error;
   const int result_bytes = static_cast<int>(element_bytes[element_bytes.size() - 1]);
   return Backend::Status(
       name, LaunchMessages(*kernels, layout[1] > 0, static_cast<int>(layout[2]), result_bytes, call,

@@ -385,8 +385,7 @@ def of_rows(jaxpr: Any, var: Any, space: Space) -> tuple[int, Alignment] | None:
     """The demand for a result of elements or of a value for each row; None for others."""
     for dims in (range(len(space.shape)), range(space.start)):
         axes = iter([d for d in dims if space.shape[d] != 1])
-        sizes = [space.shape[d] for d in dims if space.shape[d] != 1]
-        if [n for n in var.aval.shape if n != 1] == sizes:
+        if sizes(var.aval.shape) == sizes([space.shape[d] for d in dims]):
             alignment = tuple(next(axes) if n != 1 else None for n in var.aval.shape)
             return jaxpr.outvars.index(var), alignment
     return None
