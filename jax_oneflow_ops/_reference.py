@@ -75,8 +75,8 @@ def upsample_nearest2d_backward(
 
 # XLA adds slices in one loop over the result. Sums over a dimension of 2 or 3 elements take 1.4 to
 # 5 times as long on CPUs, and 0.8 to 13 times on an H100; there most of those of 4 or 5 take less.
-# Slices along one axis of slices along the other take two loops: up to 10 MB, 1.3 times as long on
-# an H200.
+# Slices along one axis of slices along the other take two loops: up to 10 MB, 1.3 times as long in
+# the mean on an H200.
 _MOST_SLICES = 3
 
 
