@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
 from jax_oneflow_ops import _attention, _native
@@ -119,16 +120,42 @@ def test_every_op_runs_in_a_cuda_graph(tmp_path):
     assert not outside
 
 
+def generated_name(name: str) -> str:
+    return f"captured_generated_{name.replace(' ', '_')}"
+
+
 def run_generated_kernels(misses: int | None = None) -> None:
-    """Asserts how many programs are not in the compilation cache, if that is given."""
+    """Runs them on all GPUs at once, then on each in turn.
+
+    Asserts how many programs are not in the compilation cache, if that is given.
+    """
     events: Counter[str] = Counter()
     jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
+    devices = jax.local_devices()
+    mesh = jax.sharding.Mesh(np.array(devices), ("gpu",))
     for name, functions in test_export.GENERATED.items():
         compiled, reference = map(test_export.value_and_gradient, functions)
+
+        def of_each_gpu(xs, compiled=compiled):
+            return jax.tree.map(lambda y: y[None], compiled(xs[0]))
+
+        of_each_gpu.__name__ = generated_name(name)
+        on_all = jax.jit(
+            jax.shard_map(of_each_gpu, mesh=mesh, in_specs=P("gpu"), out_specs=P("gpu"))
+        )
         for i in range(10):
-            x = np.roll(test_export.X, i, 0)
-            for a, e in zip(compiled(x), reference(x), strict=True):
-                np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5, err_msg=name)
+            xs = np.stack([np.roll(test_export.X, i + j, 0) for j in range(len(devices))])
+            expected = [reference(x) for x in xs]
+            for actual in (
+                zip(*jax.device_get(on_all(xs)), strict=True),
+                [
+                    compiled(jax.device_put(x, device))
+                    for x, device in zip(xs, devices, strict=True)
+                ],
+            ):
+                pairs = zip(jax.tree.leaves(list(actual)), jax.tree.leaves(expected), strict=True)
+                for a, e in pairs:
+                    np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5, err_msg=name)
     if misses is not None:
         assert events["/jax/compilation_cache/cache_misses"] == misses
         assert events["/jax/compilation_cache/cache_hits"] > 0
@@ -136,6 +163,8 @@ def run_generated_kernels(misses: int | None = None) -> None:
 
 def test_generated_kernels_of_cached_programs(tmp_path):
     """With the flags above, XLA may capture a kernel that this process has not loaded yet."""
+    cache, dump = tmp_path / "cache", tmp_path / "dump"
+    flags = (*GRAPHS, f"--xla_dump_to={dump}", "--xla_dump_hlo_module_re=.*captured.*")
     for misses in ("None", "0"):
         done = subprocess.run(
             [
@@ -146,8 +175,8 @@ def test_generated_kernels_of_cached_programs(tmp_path):
             cwd=Path(__file__).resolve().parent.parent,
             env={
                 **os.environ,
-                "XLA_FLAGS": " ".join(GRAPHS),
-                "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+                "XLA_FLAGS": " ".join(flags),
+                "JAX_COMPILATION_CACHE_DIR": str(cache),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                 "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             },
@@ -156,7 +185,10 @@ def test_generated_kernels_of_cached_programs(tmp_path):
             timeout=600,
         )
         assert done.returncode == 0, done.stderr[-5000:]
-    assert any(tmp_path.iterdir())
+    for name in test_export.GENERATED:
+        kinds = outermost_thunks(dump, generated_name(name))
+        assert "kCommandBuffer" in kinds, name
+        assert "kCustomCall" not in kinds, name
 
 
 # --- memory ---------------------------------------------------------------------------------------
