@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jax_oneflow_ops._codegen.definition import Definition
 from jax_oneflow_ops._codegen.signature import TYPES, is_narrow
-from jax_oneflow_ops._codegen.source import _QUALIFIERS, WITHOUT_HALF, _computed, _Functions
+from jax_oneflow_ops._codegen.source import _QUALIFIERS, _computed, _Functions, macros
 
 # ROWS: the row of an operand that an edge reads, RowOf in csrc/ops/messages.h. ALL and ONLY: how a
 # thread reads its columns, Columns in csrc/cuda/messages.cuh.
@@ -102,7 +102,7 @@ def source(kernel: Kernel, platform: str) -> str:
     lines = [
         f"// {definition.name}: {kernel.reduction} of {definition}",
         *(["#define JOF_NARROW_RESULTS"] if kernel.is_narrow else []),
-        *([] if "float16" in every else [WITHOUT_HALF]),
+        *macros(every, functions.headers),
         f'#include "{header}"',
         *(f'#include "{header}"' for header in functions.headers),
         *includes,

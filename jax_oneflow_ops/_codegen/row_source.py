@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from jax_oneflow_ops._codegen.signature import TYPES, is_narrow
-from jax_oneflow_ops._codegen.source import MATH_OF_C, WITHOUT_HALF
+from jax_oneflow_ops._codegen.source import macros
 from jax_oneflow_ops._codegen.traced import REDUCTIONS, Program, cpp_type
 
 ARRAY, VECTOR, VALUE, SCALAR, SUMS = range(5)
@@ -121,8 +121,7 @@ def source(
     lines = [
         f"// {title}",
         *(["#define JOF_NARROW_RESULTS"] if is_short else []),
-        *([] if "float16" in every else [WITHOUT_HALF]),
-        MATH_OF_C,
+        *macros(every),
         f'#include "{_HEADERS[platform]}"',
         '#include "common/traced.h"',
         "namespace jof_expression {",

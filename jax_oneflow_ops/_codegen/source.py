@@ -100,6 +100,14 @@ WITHOUT_HALF = "#define JOF_WITHOUT_HALF"
 MATH_OF_C = "#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS"
 
 
+def macros(dtypes: Iterable[str], headers: Iterable[str] = (Traced.header,)) -> list[str]:
+    """The lines that leave out what a source with these dtypes and headers does not need."""
+    return [
+        *([] if "float16" in dtypes else [WITHOUT_HALF]),
+        *([MATH_OF_C] if [*headers] == [Traced.header] else []),
+    ]
+
+
 def source(spec: Spec, kinds: Sequence[int], platform: str, *, safe_division: bool = True) -> str:
     """The C++ or CUDA source of a kernel for operands of the given kinds.
 
@@ -127,8 +135,7 @@ def source(spec: Spec, kinds: Sequence[int], platform: str, *, safe_division: bo
     lines = [
         f"// {title}{spec.definition.name}: {spec.definition}",
         *(["#define JOF_NARROW_RESULTS"] if spec.is_narrow else []),
-        *([] if "float16" in (*spec.operand_dtypes, *results) else [WITHOUT_HALF]),
-        *([MATH_OF_C] if [*functions.headers] == [Traced.header] else []),
+        *macros((*spec.operand_dtypes, *results), functions.headers),
         f'#include "{_HEADERS[platform]}"',
         *(f'#include "{header}"' for header in functions.headers),
         *includes,
