@@ -215,6 +215,7 @@ def any_scatter(seed):
     return integers(*shape), ids, integers(*updates), numbers, mode
 
 
+@pytest.mark.exhaustive
 def test_any_scatter_is_that_of_xla(several_indices_too):
     cases = [any_scatter(seed) for seed in range(60)]
 
@@ -422,6 +423,7 @@ def test_which_lookups_do_not_sum_columns(shape, axis, why):
 TILES = "jof_scatter_add_tiles"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
 @pytest.mark.parametrize(
     ("dtype", "batch", "updates", "columns"),
@@ -1209,6 +1211,7 @@ SWAPPED = {  # functions, and shapes and dtypes of their arguments
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")  # edges of a search
 @pytest.mark.parametrize(("devices", "kind"), [(1, "Explicit"), (2, "Explicit"), (2, "Auto")])
 @pytest.mark.parametrize("name", SWAPPED)

@@ -325,6 +325,7 @@ def test_masks_that_are_added(how, name, lengths):
     check(written_out(apply, normalise), mask, added=True, queries=queries, keys=keys)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("sums_by_xla")
 @pytest.mark.parametrize("key_heads", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_biases_of_the_function_of_jax(key_heads):
@@ -471,6 +472,7 @@ KEEPS = np.arange(20).reshape(2, 10) % 7 < 5
 MASK_OF_ALL = np.arange(200).reshape(2, 10, 10) % 7 < 5
 
 
+@pytest.mark.exhaustive
 @settings(
     max_examples=2 * settings().max_examples,
     phases=[Phase.explicit, Phase.generate],  # what fails is short enough
@@ -557,6 +559,7 @@ def test_merged_heads(name):
     check(merged(mask), kept, heads=6, key_heads=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("logits", ["bkgts", "kgbts"])
 def test_merged_heads_in_another_order(logits, causal):
@@ -648,6 +651,7 @@ def test_nothing_else_computes_the_weights():
     assert "jof_softmax" not in ours
 
 
+@pytest.mark.exhaustive
 def test_other_transformations():
     f, args = with_gradients(written_out(CAUSAL["where"])), operands()
     assert swapped(jax.vmap(f), *arrays(*[(3, 2, 10, 2, 8)] * 4)) == GRADIENT
@@ -681,6 +685,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("sums_by_xla")
 @pytest.mark.parametrize(
     "name",
@@ -1052,6 +1057,7 @@ def test_sharded_among_devices(name, kind):
         assert y.sharding.is_equivalent_to(jax.sharding.NamedSharding(y.sharding.mesh, spec), 4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("key_heads", "spec"), [(2, jax.P(D)), (2, jax.P(None, None, D)), (1, jax.P(D))]
 )
@@ -1059,6 +1065,7 @@ def test_sharded_heads_that_share_keys(key_heads, spec):
     check_sharded(mesh_of(2), (spec, spec), batch=4, heads=4, key_heads=key_heads)
 
 
+@pytest.mark.exhaustive
 def test_more_devices_than_key_heads():
     """One axis of the mesh shards key heads and their groups, after a reshape of the heads."""
     for specs in ((jax.P(D, None, M), jax.P(D)), (jax.P(None, None, M), jax.P())):
@@ -1092,6 +1099,7 @@ def test_devices_in_another_order():
     check_sharded(mesh_of(2, 2, reverse=True), (jax.P(M, None, D),) * 2, batch=4, heads=4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["padding", "causal"])
 def test_masks_sharded_among_devices(name):
     mask = np.arange(16) < np.array([16, 5, 9, 16])[:, None, None, None]

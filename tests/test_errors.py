@@ -574,6 +574,7 @@ def right_types(target, attributes) -> bool:
     return given == wanted
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("calls", [bad_counts, bad_wanted, bad_shapes, bad_dtypes])
 def test_ffi_call_of_elementwise_targets(calls, pytestconfig):
     """Hundreds of bad calls are refused, after which valid ones work."""
@@ -976,6 +977,7 @@ def bad_rows_dtypes():
     yield "gather-of-int4", "jof_gather_rows", (nibbles[0], INDEX), (nibbles[1],), FILL
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "calls", [bad_rows_counts, bad_rows_attributes, bad_rows_shapes, bad_rows_dtypes]
 )

@@ -120,6 +120,7 @@ def test_parts_of_rows(name, dtype):
     assert check(jax.grad(loss), finite) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("axis", [0, 1, 2, -2])
 @pytest.mark.parametrize("name", ["logsumexp", "softmax"])

@@ -172,6 +172,7 @@ def test_functions(functions, dtype, count):
             assert_close(a, e, (32 if order else 8) * unit, atol, few=2, what=f"{name}, {order}")
 
 
+@pytest.mark.exhaustive
 def test_gamma_functions_are_those_of_scipy():
     """JAX's polygamma is wrong for negative and for large numbers."""
     sizes = np.concatenate([np.linspace(0.03, 59.9, 401), np.logspace(-12, 15, 97)])
@@ -202,6 +203,7 @@ def test_gamma_functions_are_those_of_scipy():
     assert_close(jof.fuse(lambda s, q: sp.zeta(s, q))(s, q), sp.zeta(s, q), 1e-6, 0)
 
 
+@pytest.mark.exhaustive
 def test_values_are_those_of_jax_where_there_are_no_numbers():
     """NaN, infinities, zeros of both signs, numbers too large for exp."""
 
@@ -286,6 +288,7 @@ def test_casts_are_those_of_astype():
                 assert_close(a, e, 0, 0, what=f"{of} {k}")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("implementation", ["native", "xla"])
 def test_casts_inside_of_a_kernel(implementation, monkeypatch):
     """Also of subnormal numbers, and of those that only some formats have."""
@@ -550,6 +553,7 @@ def test_methods():
     assert_close(jax.jit(layer.scaled)(x, by=3), x * 6, 1e-6, 0)
 
 
+@pytest.mark.exhaustive
 def test_what_depends_on_no_argument_is_left_to_xla():
     def f(x):
         places = (
@@ -702,6 +706,7 @@ def test_custom_rules_stay():
         jax.grad(of_captured)(grid)
 
 
+@pytest.mark.exhaustive
 def test_custom_vjp_rules_of_numbers_and_of_an_array_in_two_places():
     @jax.custom_vjp
     def limited(x, most):
@@ -734,6 +739,7 @@ def test_custom_vjp_rules_of_numbers_and_of_an_array_in_two_places():
         assert_close(ours, theirs, 1e-5, 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_second_derivatives_of_rules_that_read_what_the_function_does_not():
     @jax.custom_jvp
     def sine(x, y, w):
@@ -754,6 +760,7 @@ def test_second_derivatives_of_rules_that_read_what_the_function_does_not():
             assert_close(a, e, 1e-4, 1e-4)
 
 
+@pytest.mark.exhaustive
 def test_second_derivatives_of_custom_rules_that_do_not_call_the_function():
     """JAX differentiates the results that the rule computes, not the function."""
 
@@ -796,6 +803,7 @@ def test_second_derivatives_of_custom_rules_that_do_not_call_the_function():
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [np.int32, np.bool_])
 def test_custom_rules_of_rows_with_integer_arrays(dtype):
     @jax.custom_jvp
@@ -830,6 +838,7 @@ def test_a_rule_that_rebuilds_its_result_from_a_captured_array():
         jax.grad(lambda x: first(x).sum())(x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
 def test_custom_rules_that_read_captured_arrays_are_left_to_xla(kind):
     """`partial=True` leaves to XLA what cannot be fused, here functions with such rules."""
@@ -867,6 +876,7 @@ def test_custom_rules_that_read_captured_arrays_are_left_to_xla(kind):
             assert_close(ours, theirs, 1e-5, 1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "f",
     [
@@ -900,6 +910,7 @@ with_clipped_gradient.defvjp(
 )  # not linear: the rule must see the sum of the cotangents of broadcast elements
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(), (4,), (5, 1), (1, 4)], ids=str)
 def test_a_custom_vjp_of_a_broadcast_array_is_refused(shape):
     x, b = np.ones((5, 4), np.float32), np.full(shape, 2, np.float32)
@@ -1915,6 +1926,7 @@ def test_transformations_of_rows(tmp_path):
     assert "custom_call @jof" not in exported.mlir_module()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("explicit", [False, True])
 def test_sharding_of_rows(explicit):
     if len(jax.devices()) < 4:

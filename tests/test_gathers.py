@@ -271,6 +271,7 @@ def test_in_loops_and_branches():
     assert check(f, x, w, *graph()) == {SUM: 1}
 
 
+@pytest.mark.exhaustive
 @given(
     sizes=st.tuples(*(st.integers(1, 40) for _ in range(2)), st.integers(2, 300)),
     row=st.lists(st.integers(1, 9), min_size=1, max_size=3),
@@ -428,6 +429,7 @@ def test_on_several_devices(name, dtype):
     assert (found["all-reduce"] > 0) == (reduced[1] > 0)  # XLA may combine them
 
 
+@pytest.mark.exhaustive
 @several
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", sorted({*SUMS} - {"sorted"}))

@@ -528,6 +528,7 @@ def test_types_that_do_not_fit():
         jof.segment_plan(jnp.zeros(3), 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("dtype", "edges"), [("float16", 70_000), ("bfloat16", 259)])
 def test_counts_that_a_dtype_does_not_hold(dtype, edges):
     ids, table = jnp.zeros(edges, jnp.int32), jnp.full((1, 1), 0.75, dtype)
@@ -760,6 +761,7 @@ def test_custom_derivatives_of_functions_of_messages(make):
             jax.grad(total, 1)(x, weights)
 
 
+@pytest.mark.exhaustive
 def test_custom_derivatives_of_functions_with_one_formula():
     def scaled_gradient(scale):
         @jax.custom_jvp
@@ -832,6 +834,7 @@ def test_gradient_of_attention_is_transposed():
     np.testing.assert_allclose(found, tangent, rtol=1e-10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("over", ["features", "graphs"])
 def test_vmap_of_functions(over):
     rng = rng_for(over)
@@ -976,6 +979,7 @@ def test_messages_that_read_nothing(row):
     np.testing.assert_array_equal(found.reshape(-1), [1, 2, 0, 0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("edges", [0, 1, 3])
 def test_functions_that_close_over_arrays_of_edges(edges):
     """With fewer than two edges, the function cannot be traced for two."""
@@ -996,6 +1000,7 @@ def test_functions_that_close_over_arrays_of_edges(edges):
         jof.message_sum(lambda a: a if a.sum() > 0 else -a, (x,), ids, ids, num_segments=4)
 
 
+@pytest.mark.exhaustive
 def test_derivatives_of_messages_whose_rule_does_not_call_the_function():
     @jax.custom_jvp
     def sine(x):
@@ -1020,6 +1025,7 @@ def with_rule(value, rule):
     return f
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", ["sum", "max"])
 @pytest.mark.parametrize(
     "f",

@@ -44,6 +44,7 @@ def python(code: str, **environment: str) -> str:
 # --- threads --------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_different_ops_in_eight_threads_at_once():
     """Pairs of threads begin with the same op, different pairs with different ops.
 
@@ -122,6 +123,7 @@ print(ops())
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_fork():
     """A forked child may start a backend if the parent has none; after that jax forbids it."""

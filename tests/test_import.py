@@ -28,6 +28,7 @@ def python(code: str, **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("origin", "parts"),
     [
@@ -179,6 +180,7 @@ def test_ffi_api_that_does_not_fit(built, runtime):
     assert "pip install" in message  # the remedy
 
 
+@pytest.mark.exhaustive
 def test_an_older_runtime_does_not_break_jax(tmp_path):
     """The package refuses to load and registers nothing, and jax starts as usual."""
     header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"

@@ -301,6 +301,7 @@ JOF_HOST_DEVICE JOF_INLINE C quotient(C a, C b) {
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("as_users")
 @pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
@@ -693,6 +694,7 @@ def test_second_order_of_an_expression_is_refused():
     np.testing.assert_allclose(second, 2 * np.sin(0.5) ** 2, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_python_numbers_in_derivatives():
     """JAX passes them to rules unchanged: primals, tangents, cotangents, residuals."""
     x = normals(3)
@@ -751,6 +753,7 @@ def test_derivatives_that_are_none_or_missing():
     assert jax.grad(lambda w: kernel(x, y, jax.lax.stop_gradient(w)))(w) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("given", [{}, {"x": "alpha * exp(-x * x) * (1 - 2 * x * x) + bias"}])
 def test_missing_derivatives_are_those_of_the_reference(given):
     def reference(x, bias, alpha):
@@ -829,6 +832,7 @@ def test_sums_over_what_was_broadcast_are_in_f32():
     assert ds == jnp.bfloat16(15000)
 
 
+@pytest.mark.exhaustive
 def test_complex_derivatives():
     magnitude = jof.ElementwiseKernel(
         "complex64 z",
@@ -1178,6 +1182,7 @@ pathlib.Path(sys.argv[2]).write_bytes(pickle.dumps(results))
 """
 
 
+@pytest.mark.exhaustive
 def test_export_to_a_process_without_compiler(tmp_path):
     args = CASES["rotation"][2]()
     export = jax.export.export(jax.jit(rotation), disabled_checks=jof.export_checks())
@@ -1245,6 +1250,7 @@ def test_cold_and_warm(fresh, monkeypatch):
     assert warm < 0.03
 
 
+@pytest.mark.exhaustive
 @cpu_only
 @pytest.mark.parametrize(
     "damage", ["truncated", "changed", "empty", "foreign", "folder", "writable", "link", "pipe"]
@@ -1333,6 +1339,7 @@ sys.stdout.buffer.write(cache.code(source, "cpu"))
 """
 
 
+@pytest.mark.exhaustive
 @cpu_only
 def test_two_processes_race(fresh):
     source = softsign.source("float64", platform="cpu").encode()

@@ -90,6 +90,7 @@ def test_float64():
         check(x, (1, 3, 2), (1, 2, 3), ((0, 0), (2, 0), (0, 1)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("native")
 @given(data=st.data(), rank=st.integers(1, 4), of_minima=st.booleans())
 def test_any_windows(data, rank, of_minima):

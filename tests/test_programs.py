@@ -168,6 +168,7 @@ def sums_of(compiled) -> int:
     return sum("scatter_add" in target for target in targets(compiled.as_text()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "count", "on_gpu"),
     [("graph_network", 4, 4), ("graph_convolution", 4, 2), ("graph_attention", 7, 5)],

@@ -314,6 +314,7 @@ def outcomes():
     return {name: jax.tree.map(shown, y) for name, y in types.items()} | errors
 
 
+@pytest.mark.exhaustive
 def test_types_and_errors():
     expected = outcomes()
     with replaced():

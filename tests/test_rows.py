@@ -670,6 +670,7 @@ def test_masked_rows_of_64_bits_keep_their_dtype():
         np.testing.assert_allclose(y, expected, rtol=1e-14)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_derivatives_of_masked_cross_entropy_of_64_bits(wrapped):
     """Outside of x64, in both modes. A label may be masked, or name no class."""
@@ -1092,6 +1093,7 @@ def test_modules_are_those_of_flax(name, arguments, call, dtype):
         np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=0, atol=tolerance * largest)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "arguments", "call"),
     [

@@ -591,6 +591,7 @@ def test_problems_of_a_batch_have_private_sums_each(batch, count, parts):
     assert (f"tensor<{parts}x{batch}x70x1xf32>" in module) == (parts is not None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ids", ["any", "one row"])
 @pytest.mark.parametrize(
     "dtype", ["float16", "bfloat16", "float32", "float64", "int32", "complex64"]
@@ -1198,6 +1199,7 @@ def test_rows_that_only_64_bits_count():
         assert jax.eval_shape(lookup, table).shape == np.shape(ids)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dtype", "implementation"), [("float64", None), ("int64", None), ("float64", "xla")]
 )

@@ -61,6 +61,7 @@ def searches(edges, queries):
     return *found, jnp.searchsorted(edges[0], queries, side="right")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
 def test_positions_are_those_of_jnp():
     rng = np.random.default_rng()

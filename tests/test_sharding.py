@@ -326,6 +326,7 @@ def scanned(f):
     return lambda *xs: lax.scan(lambda carry, x: (carry, f(*x)), None, xs)[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axis_types", "layout"),
     [*EACH_KIND_WITH_AXES, *((axes, LOOKUP_IN_SHARDED_ROWS) for axes in AXIS_TYPES)],
@@ -1208,6 +1209,7 @@ def with_derivatives(*lists):
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
 @pytest.mark.parametrize(("name", "specs", "derivative"), with_derivatives(ROWS_OPS, ROWS_SPECS))
 def test_functions_of_rows_with_explicit_axes(name, specs, derivative):
@@ -1220,6 +1222,7 @@ def test_functions_of_rows_with_explicit_axes(name, specs, derivative):
     check_derivatives(f, [of_labels, of_x, *others], arguments, derivative)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "mapped", "derivative"), with_derivatives(ROWS_OPS, ("all", "x")))
 def test_vmap_of_functions_of_rows_with_explicit_axes(name, mapped, derivative):
     """The batch axis is sharded."""
@@ -1288,6 +1291,7 @@ OF_FEATURES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
 @pytest.mark.parametrize("spec", [P(None, "b", "a"), P(None, None, "a"), P(None, "a")], ids=str)
 @pytest.mark.parametrize(
@@ -1330,6 +1334,7 @@ OF_EDGES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
 @pytest.mark.parametrize("batch", [None, "a"])
 @pytest.mark.parametrize("mapped", list(itertools.product((0, None), repeat=3))[:-1], ids=str)
@@ -1356,6 +1361,7 @@ def test_vmap_of_graphs_over_explicit_axes(name, mapped, batch):
         assert_close(run(*put(mesh, specs, xs)), expected, 1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "specs", [("a", "b"), ("a", None), (None, "a"), (("a", "b"), "a")], ids=str
 )
@@ -1426,6 +1432,7 @@ SPECS_OF_ROWS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
 @pytest.mark.parametrize(("jitted", "current"), [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize(
@@ -1453,6 +1460,7 @@ def test_reductions_of_rows_over_explicit_axes(name, specs, derivative, current,
             assert_sharded(y, x.sharding)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
 @pytest.mark.parametrize("spec", [P("a"), P(("a", "b"))], ids=str)
 def test_plans_of_edges_over_explicit_axes(spec):

@@ -719,6 +719,7 @@ def test_no_column_is_left_out_by_all_rows_or_for_no_row():
 FULL = [case for case in CASES if not case.variant]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", FULL, ids=str)
 def test_vmap_over_an_axis_of_size_0(case):
     """Of all operands, and of the first one."""
@@ -780,6 +781,7 @@ def test_static_arguments(function, operands, options):
 EACH_RULE = [case for case in EACH_KIND if case.name not in TWINS]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=[] if c in EACH_RULE else pytest.mark.exhaustive) for c in FULL],
