@@ -666,6 +666,57 @@ def test_additions_at_pairs_that_xla_makes_by_the_same_atomics_stay_its(monkeypa
     assert swapped("float32")
 
 
+@pytest.mark.parametrize(
+    ("updates", "is_computed"),
+    [
+        ("stored", False),
+        ("product", True),
+        ("in a function", True),
+        ("gathered", True),
+        ("reshaped", True),
+        ("transposed", True),
+        ("by a matrix product", False),
+        ("by a sum", False),
+    ],
+)
+def test_updates_that_xla_computes_where_it_adds_them(updates, is_computed, monkeypatch):
+    monkeypatch.delenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", raising=False)
+    monkeypatch.setattr(_native, "available", lambda platform: True)
+    monkeypatch.setattr(_compat, "adds_floats_by_loops", lambda: False)
+
+    def swapped(dtype="float32", rows=2**18, width=64, into=2**14, **how):
+        def f(x, ids):
+            made = {
+                "stored": lambda: x,
+                "product": lambda: x * x,
+                "in a function": lambda: jax.nn.silu(x),  # which jax.jit made
+                "gathered": lambda: x[ids],
+                "reshaped": lambda: (x * x).reshape(width, rows).reshape(rows, width),
+                "transposed": lambda: jnp.tanh(x.reshape(width, rows)).T,
+                "by a matrix product": lambda: x @ jnp.ones((width, width), dtype),
+                "by a sum": lambda: x.reshape(rows, width, 1).sum(-1),
+            }[updates]()
+            return jnp.zeros((into, width), dtype).at[ids].add(made)
+
+        types = jax.ShapeDtypeStruct((rows, width), dtype), jax.ShapeDtypeStruct((rows,), "int32")
+        accelerated = jof.accelerate(f, **how)
+        report = jof.explain(accelerated, *types, platform="cuda")
+        row = next(row for row in report.rows if row.operation == "scatter-add")
+        assert row.swapped or "XLA" in row.reason
+        return row.swapped
+
+    assert swapped() is not is_computed
+    if updates == "gathered":  # the rule of gathered rows decides
+        return
+    assert swapped(rows=2**10, into=2**8) is not is_computed
+    assert swapped("bfloat16")  # XLA's are loops
+    assert swapped(width=2, rows=2**20)
+    assert swapped(into=2)  # many updates for each row
+    assert swapped(deterministic=True)
+    monkeypatch.setattr(_compat, "adds_floats_by_loops", lambda: True)
+    assert swapped()
+
+
 def test_programs_compute_the_same():
     def results(table, ids):
         return {name: f(table, ids) for name, (f, _) in PROGRAMS.items()}

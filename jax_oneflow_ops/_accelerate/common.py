@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jax_oneflow_ops import _compat, _native, _policy
+from jax_oneflow_ops._accelerate.symbols import Place
 
 PLATFORMS = ("cpu", "cuda")
 ON, DETERMINISTIC = "on", "deterministic"
@@ -52,6 +53,28 @@ def why_no_kernels(ctx: Any, platform: str) -> str | None:
     if _compat.automatic_axes_beside_manual_ones(ctx):
         return "in a shard_map over some axes of the mesh only, kernels would all-gather"
     return None
+
+
+_ELEMENTWISE = tuple(
+    f"stablehlo.{name}"
+    for name in (
+        *("abs", "add", "and", "clamp", "convert", "cosine", "divide", "exponential"),
+        *("exponential_minus_one", "log", "log_plus_one", "logistic", "maximum", "minimum"),
+        *("multiply", "negate", "or", "power", "rsqrt", "select", "sine", "sqrt", "subtract"),
+        *("tanh",),
+    )
+)
+
+
+def is_fused(ctx: Any, value: Any, *others: str) -> bool:
+    """Whether XLA computes a value in a loop over its elements, where another loop reads it.
+
+    `others` are operations that may compute it, besides elementwise ones.
+    """
+    place = Place(value).source(ctx)
+    while before := place.operands("stablehlo.reshape", "stablehlo.transpose"):
+        place = before[0].source(ctx)
+    return bool(place.operands(*_ELEMENTWISE, *others))
 
 
 def lower(

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_oneflow_ops import _compat, _emit, _policy
+from jax_oneflow_ops._accelerate import common
 from jax_oneflow_ops._compat import hlo
 
 PADDED = "padded, so that rows begin at multiples of 16 bytes, which fast matrix products need"
@@ -132,7 +133,7 @@ class Product:
             for x, aval, more in zip(
                 self.operands, avals, (padding.left, padding.right), strict=True
             )
-            if any(more) and not _is_fused(x)
+            if any(more) and not common.is_fused(self.ctx, x)
         ]
         if any(padding.result) and not self._is_enlarging:
             copied.append(result)
@@ -181,15 +182,3 @@ def _last_in_memory(operand: Any, rank: int) -> int:
     """The dimension whose elements are adjacent: matrix products read transposed operands."""
     order = _compat.order_of_transpose(operand)
     return order.index(rank - 1) if order else rank - 1
-
-
-def _is_fused(operand: Any) -> bool:
-    """Whether XLA computes an operand in a loop over its elements, which can write the padding."""
-    source = next(iter(_compat.operands_of(operand, "stablehlo.transpose")), operand)
-    return bool(_compat.operands_of(source, *_ELEMENTWISE))
-
-
-_ELEMENTWISE = (
-    *("stablehlo.add", "stablehlo.subtract", "stablehlo.multiply", "stablehlo.divide"),
-    *("stablehlo.negate", "stablehlo.select", "stablehlo.convert", "stablehlo.exponential"),
-)

@@ -335,8 +335,13 @@ def _choose(
         return _Choice("sharded: the partitioner decides what a device has", rows)
     if platform == "cpu" and (reason := _why_not_on_cpu(reduction, rows, operand.dtype)):
         return _Choice(reason)
-    if not deterministic and _adds_as_xla(reduction, rows, is_fresh, operand.dtype, platform):
-        return _Choice("by several indices, which XLA computes where it adds, by atomics as well")
+    if not deterministic and _atomics_pay(reduction, rows, is_fresh, operand.dtype, platform):
+        if not rows.is_plain:
+            return _Choice(
+                "by several indices, which XLA computes where it adds, by atomics as well"
+            )
+        if common.is_fused(ctx, updates, "stablehlo.gather"):
+            return _Choice("XLA computes the updates where it adds them, by atomics")
     how = {"num_segments": rows.count, "indexing": rows.read(deterministic)}
     call: Any = "always swapped: only sums were measured against XLA"
     if is_sum:
@@ -350,23 +355,30 @@ def _choose(
     return _Choice(decision.reason, decision=decision)
 
 
-def _adds_as_xla(
+def _atomics_pay(
     reduction: _Reduction, rows: _scatter_rows.Rows, is_fresh: bool, dtype: Any, platform: str
 ) -> bool:
-    """Whether the kernel would use atomics as XLA does, and need an array of ids besides.
+    """Whether XLA is faster where it computes ids or updates in the loop that adds the updates.
 
-    1M rows of 8 f32, added at pairs of indices, take 24 us in XLA on an H200. The kernel takes 29.
+    Kernels need arrays of them. 1M rows of 8 f32, added at pairs of indices, take 24 us in XLA on
+    an H200, where the kernel, which uses atomics as well, takes 29.
     """
     is_measured = platform == "cuda" and dtype == jnp.float32
     if not is_measured or _compat.adds_floats_by_loops():
         return False
-    if rows.is_plain or reduction.reducer != "add" or reduction.negative:
+    if reduction.reducer != "add" or reduction.negative:
         return False
     if is_fresh and _columns(rows, platform, dtype) is not None:
         return False
     shared = not rows.batch_of_ids
-    problem = _scatter_policy.Problem(platform, *rows.problem, dtype, shared=shared)
-    return problem.has_known_sizes() and _scatter_policy.is_atomic_in_place(problem)
+    problem = _scatter_policy.Problem(
+        *(platform, *rows.problem, dtype), shared=shared, is_sorted=rows.indices_are_sorted
+    )
+    if not problem.has_known_sizes():
+        return False
+    if rows.is_plain:
+        return not _scatter_policy.stored_updates_pay(problem)
+    return _scatter_policy.is_atomic_in_place(problem)
 
 
 def _columns(
