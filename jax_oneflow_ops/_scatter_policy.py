@@ -240,15 +240,15 @@ SORTED_BY_BLOCK = 8192
 # slower; heads of 8 columns take 0.7 to 1.3 times as long.
 CPU_MESSAGE_COLUMNS, CPU_MESSAGE_ELEMENTS = 64, 2**19
 # XLA fuses its scatter with the operations that compute the updates, which kernels need in memory.
-# Times of XLA and of kernels in us on an H200, f32, uniform ids, if the updates are in memory, and
-# if they are products of gathered rows:
-#   245,760 rows of 128 into 12,288    62, 62      67, 129
-#   983,040 rows of 128 into 65,536    297, 196    389, 516
-#   983,040 rows of 32 into 65,536     63, 65      72, 138
-#   1M rows of 16 into 65,536          38, 46      40, 86
-# Narrower rows were not measured. A step that adds 33M rows of 2 takes 1.73 ms with the kernel and
-# 1.93 without it.
-FUSED_ROW_BYTES = 64
+# Times of XLA and of kernels in us on an H200, f32, if the updates are products of gathered rows,
+# for ids that are uniform, that have a Zipf distribution, and of which half are equal:
+#   245,760 rows of 128 into 12,288     67, 129    140, 183     613, 245
+#   65,536 rows of 512 into 4096        76, 146    115, 163     363, 152
+#   983,040 rows of 32 into 65,536      72, 138    204, 194    1222, 256
+#   1M rows of 16 into 65,536           40,  86    133, 111     930, 116
+# XLA is never slower than the program as written, but hot ids cost it more in narrow rows, so these
+# stay with kernels.
+FUSED_ROW_BYTES = 256
 # Dot products of gathered rows. XLA fuses both gathers with the sum and moves the same bytes. The
 # kernel was 1.1 to 1.7 times as fast on an H100 from 1M rows of 256 bytes on, and slower with fewer
 # or longer rows. On CPUs it is faster from 2^18 products on: 1.1 to 2.5 times with 16 columns, 2 to
@@ -278,9 +278,9 @@ def dot_products_pay(platform: str, edges: int, columns: int, dtype: Any) -> boo
 
 def stored_updates_pay(p: Problem) -> bool:
     """Whether kernels are faster than atomics of XLA that computes the updates where it adds."""
-    is_measured = p.inner * int(p.dtype.itemsize) >= FUSED_ROW_BYTES
+    is_wide = p.inner * int(p.dtype.itemsize) >= FUSED_ROW_BYTES
     is_hot = p.updates >= ATOMIC_WIDE_HITS * p.rows
-    if not is_measured or is_hot or plan(p).strategy not in ("atomic", "sorted"):
+    if not is_wide or is_hot or plan(p).strategy not in ("atomic", "sorted"):
         return True
     stored = 2 * _update_bytes(p) / BYTES_PER_US
     return min(_atomic_us(p), _sorted_us(p)) + stored < _uniform_us(p)

@@ -710,7 +710,7 @@ def test_updates_that_xla_computes_where_it_adds_them(updates, is_computed, monk
         return
     assert swapped(rows=2**10, into=2**8) is not is_computed
     assert swapped("bfloat16")  # XLA's are loops
-    assert swapped(width=2, rows=2**20)
+    assert swapped(width=32)
     assert swapped(into=2)  # many updates for each row
     assert swapped(deterministic=True)
     monkeypatch.setattr(_compat, "adds_floats_by_loops", lambda: True)
