@@ -1,5 +1,6 @@
 """Softmaxes of 16-bit rows inside `accelerate`: what is recognised, and that results agree."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -124,6 +125,22 @@ def test_residuals_that_cross_functions():
         return with_gradient(loss)(x, ct)
 
     assert called(layers, x, ct)[0] == 1
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (3, 1, 8), (1, 6, 8)])
+def test_maxima_and_sums_of_different_axes(shape, dtype):
+    """Also where one of the axes has size 1."""
+    (x, _), axes = pair(dtype, shape), range(len(shape))
+    for of_max, of_sum in itertools.product(axes, axes):
+
+        def parts(x, of_max=of_max, of_sum=of_sum):
+            e = jnp.exp(x - jnp.max(x, of_max, keepdims=True))
+            return e, jnp.sum(e, of_sum, keepdims=True)
+
+        compare(lambda x, parts=parts: jnp.divide(*parts(x)), x)
+        compare(lambda x, parts=parts: jnp.log(parts(x)[1]), x)
 
 
 @pytest.mark.usefixtures("native")

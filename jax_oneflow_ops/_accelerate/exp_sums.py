@@ -211,7 +211,8 @@ def maximum_of(
         if not of_transposed or (before := _compat.before_transpose(x, own)) is None:
             return None
         x, own = before
-    are_same = all(
+    # Broadcasts may leave places of dimensions of size 1 wrong.
+    are_same = own[summed] == axis and all(
         n == 1 or a == b for n, a, b in zip(_compat.shape_of(x), own, places, strict=True)
     )
     return (value.owner.operation, is_finite) if are_same else None
