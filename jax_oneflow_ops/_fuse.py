@@ -41,8 +41,8 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
         contain loops of at most 64 iterations, if their number is known at tracing. It may also
         reduce the last dimension, or the same last dimensions everywhere, by sum, mean, var, max,
         min, prod, any and all, and by functions that are made of these, such as `jax.nn.softmax`;
-        results then have the shape of the rows, or one value for each row. Capture static arguments
-        in a closure.
+        results then have the shape of the rows, or one value for each row, and no value is complex.
+        Capture static arguments in a closure.
       partial: whether `fun` may contain other operations. The elementwise ones are then fused, and
         the rest is left to XLA.
 
@@ -344,7 +344,13 @@ def _divided(jaxpr: Any) -> tuple[list[Any], list[str]]:
     for eqn in scalars.live(jaxpr):
         name = eqn.primitive.name
         if name in ("jof_compiled", "jof_compiled_rows") and not _is_text(eqn):
-            kernels.append(eqn)
+            spec = eqn.params["spec"]
+            if isinstance(spec, row_primitive.Spec) and not spec.reads_elements:
+                rest.append(
+                    f"{spec.definition.name} (no operand has several elements for each row)"
+                )
+            else:
+                kernels.append(eqn)
         elif name not in traced.IDENTITIES and not _is_weakened(eqn):
             line = _compat.line_of(eqn)
             rest.append(f"{name} ({line})" if line else name)

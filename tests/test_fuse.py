@@ -1843,6 +1843,36 @@ def test_rows_of_one_element_and_of_none():
         np.testing.assert_array_equal(a, e)
 
 
+@pytest.mark.parametrize(
+    ("f", "shape"),
+    [(jax.nn.softmax, (2, 1)), (lambda a: (a[:, None] * jnp.arange(4.0)).sum(-1), (3,))],
+)
+def test_reports_of_rows_that_xla_runs(f, shape):
+    fused, x = jof.fuse(f), normals(*shape)
+    np.testing.assert_allclose(fused(x), f(x), rtol=1e-6)
+    assert "jof" not in jax.jit(fused).lower(x).as_text()
+    for derivative in (None, "vjp"):
+        assert fused.source(x, derivative=derivative) == ""
+        report = fused.explain(x, derivative=derivative)
+        assert not report.kernels
+        assert "no operand has several elements for each row" in str(report)
+
+
+def test_rows_of_complex_numbers_are_refused():
+    reason = r"reduce_sum .* of complex64 cannot be fused: a kernel of rows has no complex numbers"
+    with pytest.raises(jof.FusionError, match=reason):
+        jof.fuse(lambda z: z.sum(-1))(jnp.ones((3, 4), jnp.complex64))
+
+
+def test_the_tail_of_erfc():
+    """Its exponential must not enlarge the rounding error of its argument."""
+    x = np.linspace(-4, 9, 20001, dtype=np.float32)
+    exact = np.array([math.erfc(v) for v in x.astype(float)])
+    error = np.abs(np.asarray(jof.fuse(sp.erfc)(x), np.float64) / exact - 1)
+    assert error[x < 2].max() < 3.5 * 2**-23
+    assert error.max() < 2**-18.3
+
+
 def test_rows_of_symbolic_sizes():
     rows, width = jax.export.symbolic_shape("rows, width")
 

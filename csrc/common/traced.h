@@ -126,10 +126,17 @@ JOF_HOST_DEVICE JOF_INLINE double jof_Expm1(double x) { return ::expm1(x); }
 
 // Twice the tail of the normal distribution beyond x sqrt 2.
 JOF_HOST_DEVICE JOF_INLINE float jof_Erfc(float x) {
-#if defined(__CUDA_ARCH__) && !defined(JOF_NARROW_RESULTS)
+#if defined(JOF_NARROW_RESULTS)
+  const float tail = 2 * jof::NormalTail<jof_Rounded>(jof::Abs(x) * 1.41421354f);
+  return x < 0 ? 2 - tail : tail;
+#elif defined(__CUDA_ARCH__)
   return ::erfcf(x);
 #else
-  const float tail = 2 * jof::NormalTail<jof_Rounded>(jof::Abs(x) * 1.41421354f);
+  // As in NormalTail, but the square is that of x itself: e^(-x^2) would enlarge the rounding error
+  // of x sqrt 2. Relative error 2^-18.5 in the tail.
+  const float a = jof::AtMost(jof::Abs(x), 9.334f), square = a * a;
+  const float power = jof::ExpByPolynomial(-square, -jof::ProductResidue(a, a, square));
+  const float tail = 2 * power / jof::InverseMillsRatio(a * 1.41421354f);
   return x < 0 ? 2 - tail : tail;
 #endif
 }

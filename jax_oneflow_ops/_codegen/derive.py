@@ -48,9 +48,11 @@ def _derivative(of: Definition, *args: Any) -> Definition:
     except FusionError as error:
         if "cannot be fused" not in str(error):  # it is about the rule itself
             raise
+        where = f" ({error.line})" if error.line else ""
         raise FusionError(
-            f"{of.name}: its derivative needs {error.primitive}, which cannot be part of this "
-            "kernel. Remedy: differentiate the function itself, without jax_oneflow_ops.fuse.",
+            f"{of.name}: its derivative needs {error.primitive}{where}, which cannot be part of "
+            "this kernel. Remedy: differentiate the function itself, without "
+            "jax_oneflow_ops.fuse.",
             error.primitive,
             error.line,
         ) from error

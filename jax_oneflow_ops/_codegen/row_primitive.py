@@ -62,6 +62,11 @@ class Spec:
         return [bool(shape) for shape in derive.shapes_of(flat.invars)]
 
     @property
+    def reads_elements(self) -> bool:
+        """Whether an operand has more than one element for each row; otherwise XLA runs it."""
+        return any(self.is_of_elements[i] for i in self.primals)
+
+    @property
     def program(self) -> Program:
         return self.definition.traced.program
 
@@ -195,7 +200,7 @@ def _call(platform: str, *args: Any, spec: Spec) -> list[Any]:
         return reference(*args, spec=spec)
     is_known = isinstance(rows, int)
     is_short = platform == "cuda" and width > 1 << 16 and is_known and rows < 64
-    if rows * width == 0 or is_short or not any(spec.is_of_elements[i] for i in spec.primals):
+    if rows * width == 0 or is_short or not spec.reads_elements:
         return reference(*args, spec=spec)
     name = spec.definition.name
     form = native_form(spec, tuple(x.shape for x in args), platform)

@@ -533,7 +533,7 @@ def _reduction(
     if axes and [shape[d] for d in axes] != [space.shape[d] for d in dims]:
         raise _refused(name, eqn, line, "over these dimensions ", _NOT_LAST)
     if axes and "complex" in str(operand.aval.dtype):
-        raise _refused(name, eqn, line, f"of {operand.aval.dtype} ")
+        raise _refused(name, eqn, line, f"of {operand.aval.dtype} ", _COMPLEX_ROWS)
     along = dict(zip(axes, dims, strict=False))
     needs: list[tuple[Any, Alignment]] = []
     for _, alignment in outs:
@@ -1128,6 +1128,9 @@ _REASONS = (
         "do it outside of the function",
     ),
 )  # fmt: skip
+
+
+_COMPLEX_ROWS = "a kernel of rows has no complex numbers", "reduce outside of the function"
 
 
 def reason_of(primitive: str) -> tuple[str, str]:

@@ -506,8 +506,9 @@ class Program:
                 "mode. Remedy: use reverse mode, or give the function a custom JVP."
             )
         return FusionError(
-            f"{self.kernel}: its derivative needs {name}, which has no form in C++. Remedy: "
-            "differentiate the function itself, without jax_oneflow_ops.fuse.",
+            f"{re.sub('_(jvp|vjp)$', '', self.kernel)}: its derivative needs {name}, which has no "
+            "form in C++. Remedy: differentiate the function itself, without "
+            "jax_oneflow_ops.fuse.",
             name,
         )
 
