@@ -274,6 +274,11 @@ def with_shardings_of_types(ctx: Any, results: Sequence[Any]) -> list[Any]:
     ]
 
 
+def names_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a partition spec."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
 def with_sharding_of(x: jax.Array, aval: jax.core.ShapedArray) -> jax.Array:
     """`x` with the sharding that `aval` has in its type, if the mesh's axes are Explicit.
 

@@ -586,7 +586,7 @@ def _mesh_axes(
     for name, size, entry, is_operand in sorted(every, key=lambda one: one[0] == names.rows):
         if entry is None or name in axes:
             continue
-        these = entry if isinstance(entry, tuple) else (entry,)
+        these = _compat.names_of(entry)
         is_free = not {axis for used in axes.values() for axis in used}.intersection(these)
         reason = None
         if name in names.replicated:

@@ -50,11 +50,6 @@ def mean_of(total: jax.Array, count: jax.Array, dtype: Any) -> jax.Array:
     return total.astype(dtype) / divisor.astype(dtype)
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a partition spec."""
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-
-
 def _index_spec(ids: Any, indexing: Indexing) -> tuple[Any, ...]:
     return tuple(ids.sharding.spec)[indexing.index_begin() :]
 
@@ -76,8 +71,8 @@ def _typed(
     used: set[str] = set()
     spec = []
     for entry in (*batch, *middle_spec, *own[n + cut :]):
-        spec.append(None if used.intersection(_axes(entry)) else entry)
-        used.update(_axes(entry))
+        spec.append(None if used.intersection(_compat.names_of(entry)) else entry)
+        used.update(_compat.names_of(entry))
     return _compat.with_spec(like, shape, spec)
 
 
@@ -86,8 +81,8 @@ def _unless_index_has_it(entry: Any, ids: Any, indexing: Indexing) -> Any:
 
     None if the same mesh axes shard ids: then every device has partial sums for all rows.
     """
-    used = {axis for of_index in _index_spec(ids, indexing) for axis in _axes(of_index)}
-    return None if used.intersection(_axes(entry)) else entry
+    used = {axis for of_index in _index_spec(ids, indexing) for axis in _compat.names_of(of_index)}
+    return None if used.intersection(_compat.names_of(entry)) else entry
 
 
 def _segment_sum_type(

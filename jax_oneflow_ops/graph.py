@@ -26,7 +26,7 @@ from jax_oneflow_ops._indexing import Indexing
 Implementation = Literal["native", "xla"] | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays cannot be compared
 class SegmentPlan:
     """An order in which the edges of a segment are consecutive, made by `segment_plan`.
 
@@ -448,13 +448,10 @@ def _reduced(
     traced = _messages.traced(function, fun, arrays, sides, graph[0].shape[0])
     result: jax.Array
     if traced is None:
-        reads = _graph.read(graph[0], False)
-        gathered = [
-            x[ids] for x, ids in zip(arrays, (reads, graph[1])[: len(tables)], strict=False)
-        ]
-        # As in JAX, a row that an id out of range reads gets no gradient from it.
-        is_read = jax.lax.expand_dims(graph[0] >= 0, range(1, gathered[0].ndim))
-        gathered[0] = jnp.where(is_read, gathered[0], jax.lax.stop_gradient(gathered[0]))
+        # An id out of range reads the nearest row, which gets no gradient from it, as in JAX.
+        outside = jnp.where(graph[0] == ~0, jnp.iinfo(jnp.int32).min, rows)
+        ids = jnp.where(graph[0] < 0, outside, graph[0]), graph[1]
+        gathered = [x[rows] for x, rows in zip(arrays, ids[: len(tables)], strict=False)]
         reduce = getattr(jax.ops, f"segment_{reduction}")
         result = reduce(fun(*gathered, *arrays[len(tables) :]), graph[1], size)
         return result

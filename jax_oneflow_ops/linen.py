@@ -3,17 +3,19 @@
 They are subclasses of flax's modules and take the same arguments, so checkpoints load. Flax's own
 code runs for a call with a mask, with statistics over devices (`axis_name`), with `feature_axes`
 that differ from `reduction_axes`, for a group norm with `reduction_axes`, if
-`force_float32_reductions` is False or `jax.jit` traces `epsilon`, or on values that are not real
-floating-point numbers.
+`force_float32_reductions` is False, if `epsilon` is an array, or if the dtype of the argument, of
+the computation or of parameters is not a real floating-point one.
 """
 
 import functools
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen import dtypes
 
 from jax_oneflow_ops import rows
@@ -31,13 +33,14 @@ def _is_flax_own(module: Any, x: jax.Array, mask: Any) -> bool:
         is_other = module.reduction_axes is not None or x.ndim < 2
     else:
         is_other = _axes(x.ndim, module.reduction_axes) != _axes(x.ndim, module.feature_axes)
+    dtypes = (d for d in (x.dtype, module.dtype, module.param_dtype) if d is not None)
     return (
         mask is not None
         or module.axis_name is not None
         or is_other
         or not getattr(module, "force_float32_reductions", True)
-        or isinstance(module.epsilon, jax.core.Tracer)
-        or not jnp.issubdtype(x.dtype, jnp.floating)
+        or not isinstance(module.epsilon, numbers.Real | np.number)
+        or not all(jnp.issubdtype(d, jnp.floating) for d in dtypes)
     )
 
 
@@ -98,6 +101,7 @@ class GroupNorm(nn.GroupNorm):
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalises groups of channels, the last axis, over all pixels of an image."""
+        rows.check_activation(self.activation)
         channels = x.shape[-1]
         size = 1 if self.group_size is None else self.group_size
         groups = channels // max(size, 1) if self.num_groups is None else self.num_groups

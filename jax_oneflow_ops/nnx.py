@@ -72,6 +72,7 @@ class GroupNorm(nnx.GroupNorm):
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalises groups of channels, the last axis, over all pixels of an image."""
+        rows.check_activation(self.activation)
         x = jnp.asarray(x)
         if _is_flax_own(self, x, mask):
             own: jax.Array = super().__call__(x, mask=mask)

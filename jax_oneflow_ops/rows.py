@@ -5,14 +5,16 @@ functions and their gradients take as few passes over memory as possible.
 """
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
-from jax_oneflow_ops import _checks, _group_norm, _native, _primitive, _reference, _rows
+from jax_oneflow_ops import _checks, _compat, _group_norm, _native, _primitive, _reference, _rows
 
 Implementation = Literal["native", "xla"] | None
 Axis = int | Sequence[int] | None
@@ -122,10 +124,10 @@ def _softmax(
     mask = _mask(name, where, x.shape)
     if mask is not None:
         x = jnp.where(mask, x, -jnp.inf)
-    x = _primitive.gathered(name, "operand 0", x, axes)
-    rows, place, back = _merged(name, x, axes)
+    given, x = jax.typeof(x), _primitive.gathered(name, "x", x, axes)
+    rows, place, back = _merged(name, "x", x, axes)
     y = _primitive.bind(_rows.softmax_p, rows, axis=place, log=log, implementation=choice)
-    y = back(y)
+    y = _sharded_as(given, axes, back(y))
     return y if mask is None else jnp.where(mask, y, jnp.asarray(fill, y.dtype))
 
 
@@ -185,7 +187,7 @@ def logsumexp(
     mask = _mask(name, where, x.shape)
     if mask is not None:
         x = jnp.where(mask, x, -jnp.inf)
-    rows, place, _ = _merged(name, x, axes)
+    rows, place, _ = _merged(name, "a", x, axes)
     [y] = _primitive.bind(_rows.logsumexp_p, rows, axis=place, keeps=False, implementation=choice)
     return jnp.expand_dims(y, axes) if keepdims else y
 
@@ -257,7 +259,7 @@ def softmax_cross_entropy_with_integer_labels(
             f"{name}: labels must have the shape of logits without axis, {wanted}, got {ids.shape}"
         )
     x, ids = _rows.joined(name, axes, logits=x, labels=ids)
-    rows, place, _ = _merged(name, x, axes)
+    rows, place, _ = _merged(name, "logits", x, axes)
     mask = _mask(name, where, x.shape, wanted)
     if mask is not None and mask.ndim != x.ndim:
         mask = jnp.expand_dims(mask, sorted(axes))
@@ -329,14 +331,16 @@ def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
         return False
 
 
-def _merged(name: str, x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, int, Any]:
+def _merged(
+    name: str, argument: str, x: jax.Array, axes: Sequence[int]
+) -> tuple[jax.Array, int, Any]:
     """`x` with `axes` merged into one, the position of that axis, and the inverse, for results."""
     shape = x.shape
     if len(axes) == 1:
         return x, axes[0], lambda y: y
     # Of axes that a reshape merges, jax allows only the first to be sharded in a type.
     reason = "it is reduced together with others"
-    x = _primitive.gathered(name, "operand 0", x, axes[1:], reason)
+    x = _primitive.gathered(name, argument, x, axes[1:], reason)
     begin = axes[0] if axes else x.ndim
     if [*axes] == [*range(begin, begin + len(axes))]:
         n = math.prod(shape[a] for a in axes)
@@ -352,6 +356,19 @@ def _merged(name: str, x: jax.Array, axes: Sequence[int]) -> tuple[jax.Array, in
         len(others),
         lambda y: jnp.transpose(y.reshape(moved.shape), inverse),
     )
+
+
+def _sharded_as(given: Any, axes: Sequence[int], y: jax.Array) -> jax.Array:
+    """`y`, along `axes` sharded as the type `given` says, as results of JAX's formulas are."""
+    if given.sharding.mesh.empty:
+        return y
+    own, spec = jax.typeof(y).sharding.spec, [*given.sharding.spec]
+    used = {axis for a, e in enumerate(own) if a not in axes for axis in _compat.names_of(e)}
+    spec = [
+        entry if a in axes and used.isdisjoint(_compat.names_of(entry)) else own[a]
+        for a, entry in enumerate(spec)
+    ]
+    return _compat.resharded(y, jax.typeof(y), spec)
 
 
 # ---- norms ----
@@ -376,7 +393,7 @@ def layer_norm(
       scale: array with the shape of `x` along `axis`; None for no factor.
       bias: array with the shape of `x` along `axis`; None for no summand.
       axis: the axis that is normalised, or several. Axes other than the last cost a transposition.
-      epsilon: a Python number.
+      epsilon: a Python or NumPy number.
       residual: array of `x`'s shape and dtype that is added to `x` first, in the same pass.
       implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
 
@@ -385,7 +402,8 @@ def layer_norm(
       that sum.
 
     Raises:
-      TypeError: an operand is not an array of floats, or `axis` is not made of integers.
+      TypeError: an operand is not an array of floats, dtypes do not fit, or `axis` is not made of
+        integers.
       ValueError: shapes do not fit, `axis` is out of range or repeats, or an option has an unknown
         value.
       NotImplementedError: ``implementation="native"`` on a platform without native kernels.
@@ -431,7 +449,7 @@ def rms_norm(
       x: array of any shape.
       scale: array with the shape of `x` along `axis`; None for no factor.
       axis: the axis that is normalised, or several. Axes other than the last cost a transposition.
-      epsilon: a Python number.
+      epsilon: a Python or NumPy number.
       residual: array of `x`'s shape and dtype that is added to `x` first, in the same pass.
       implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
 
@@ -476,7 +494,7 @@ def group_norm(
         pixels of an image and of the channels of a group.
       scale: array with shape ``(channels,)``; None for no factor.
       bias: array with shape ``(channels,)``; None for no summand.
-      epsilon: a Python number.
+      epsilon: a Python or NumPy number.
       activation: ``"silu"`` for `silu` of the result, in the same pass.
       implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
 
@@ -515,9 +533,9 @@ def group_norm(
         raise ValueError(
             f"{name}: num_groups must divide the {channels} channels of x, got {num_groups}"
         )
-    if activation not in (None, "silu"):
-        raise ValueError(f"{name}: activation must be None or 'silu', got {activation!r}")
-    x = _primitive.gathered(name, "operand 0", x, range(1, x.ndim))
+    check_activation(activation)
+    pixels = range(1, x.ndim)
+    given, x = jax.typeof(x), _primitive.gathered(name, "x", x, pixels)
     vectors = [
         _row_vector(name, argument, v, (channels,), x.dtype, "of the channels of x")
         for argument, v in (("scale", scale), ("bias", bias))
@@ -536,7 +554,13 @@ def group_norm(
         silu=activation is not None,
         implementation=choice,
     )[0]
-    return y
+    return _sharded_as(given, pixels, y)
+
+
+def check_activation(activation: Any) -> None:
+    """Raises a ValueError if `group_norm` does not have an activation."""
+    if activation not in (None, "silu"):
+        raise ValueError(f"group_norm: activation must be None or 'silu', got {activation!r}")
 
 
 @_checks.in_own_precision
@@ -553,17 +577,21 @@ def _norm(
     center: bool,
 ) -> Any:
     choice = _native.choose_implementation(name, implementation)
-    x = _float_array(name, "x", x)
+    x = _strong(_float_array(name, "x", x))
     axes = _axes(name, axis, x.ndim, sort=False)
     if not axes:
         raise ValueError(f"{name}: axis must name an axis of x, got {axis!r}")
-    x = _primitive.gathered(name, "operand 0", x, axes)
+    given, x = jax.typeof(x), _primitive.gathered(name, "x", x, axes)
     if residual is not None:
-        residual = _checks.as_array(name, "residual", residual)
-        if residual.shape != x.shape or residual.dtype != x.dtype:
+        residual = _strong(_checks.as_array(name, "residual", residual))
+        if residual.dtype != x.dtype:
+            raise TypeError(
+                f"{name}: residual must have the dtype of x, {x.dtype}, got {residual.dtype}; cast "
+                "it first"
+            )
+        if residual.shape != x.shape:
             raise ValueError(
-                f"{name}: residual must have the shape and dtype of x, {x.shape} and {x.dtype}, "
-                f"got {residual.shape} and {residual.dtype}"
+                f"{name}: residual must have the shape of x, {x.shape}, got {residual.shape}"
             )
         residual = _primitive.gathered(name, "residual", residual, axes)
         x, residual = _rows.joined(name, axes, x=x, residual=residual)
@@ -582,7 +610,7 @@ def _norm(
         return jnp.transpose(a, order).reshape(rows)
 
     def from_rows(a: jax.Array) -> jax.Array:
-        return jnp.transpose(a.reshape(moved), inverse)
+        return _sharded_as(given, axes, jnp.transpose(a.reshape(moved), inverse))
 
     operands = [None if residual is None else to_rows(residual), *vectors]
     y, *total = _primitive.bind(
@@ -607,9 +635,10 @@ def _float_array(name: str, argument: str, operand: Any) -> jax.Array:
 
 
 def _epsilon(name: str, epsilon: Any) -> float:
-    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float):
+    if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real | np.number):
         raise TypeError(
-            f"{name}: epsilon must be a number, which is part of the program, got {epsilon!r}"
+            f"{name}: epsilon must be a Python or NumPy number, since it is part of the program, "
+            f"got {epsilon!r}"
         )
     return float(epsilon)
 

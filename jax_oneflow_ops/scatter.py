@@ -680,8 +680,8 @@ def embedding_lookup(
 def _rows_spec(sharding: Any) -> Any:
     """The sharding of a result's rows, if over Explicit axes; only those are part of types."""
     entry = (*getattr(sharding, "spec", sharding), None)[0]
-    axes = entry if isinstance(entry, tuple) else (entry,)
-    return entry if {*axes} <= {*jax.sharding.get_abstract_mesh().explicit_axes} else None
+    explicit = {*jax.sharding.get_abstract_mesh().explicit_axes}
+    return entry if explicit.issuperset(_compat.names_of(entry)) else None
 
 
 def _segments(

@@ -1,5 +1,6 @@
 """Graph layers: messages, attention over edges and plans, against float64 NumPy and jnp."""
 
+import copy
 import functools
 import re
 
@@ -508,6 +509,13 @@ def test_values_that_do_not_fit(options, message):
         weighted_sum(**(given | options))
 
 
+def test_plans_are_compared_by_identity():
+    plan = jof.segment_plan(jnp.array([1, 0]), 2)
+    assert plan == plan
+    assert plan != copy.deepcopy(plan)
+    assert len({plan, plan}) == 1
+
+
 def test_types_that_do_not_fit():
     ids, table = np.zeros(3, int), jnp.zeros((2, 2))
     with pytest.raises(TypeError, match=r"^attention_sum: plan must be a SegmentPlan, got int"):
@@ -791,7 +799,8 @@ def test_gradient_of_senders_out_of_range():
             y = reduce(fun, (table,), senders, receivers, weights, num_segments=1)
             return jnp.sum(y * jnp.array([1.0, 10.0])).real, y
 
-        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(table, weights)
+        tangents = jax.jvp(loss, (table, weights), (table, weights), has_aux=True)[1]
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(table, weights), tangents
 
     for fun in (
         lambda x, w: x * w,

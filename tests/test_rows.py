@@ -953,11 +953,20 @@ X = jnp.zeros((3, 4), jnp.float32)
             r"^layer_norm: scale must have the shape of x along axis, \(4,\), got \(3,\)",
         ),
         (lambda: jof.rms_norm(X, 2.0), TypeError, "^rms_norm: scale must be a jax or NumPy array"),
-        (lambda: jof.rms_norm(X, epsilon=X), TypeError, "^rms_norm: epsilon must be a number"),
+        (
+            lambda: jof.rms_norm(X, epsilon=X),
+            TypeError,
+            "^rms_norm: epsilon must be a Python or",
+        ),
         (
             lambda: jof.rms_norm(X, residual=X.astype(jnp.float16)),
+            TypeError,
+            "^rms_norm: residual must have the dtype of x, float32, got float16",
+        ),
+        (
+            lambda: jof.rms_norm(X, residual=X[0]),
             ValueError,
-            "^rms_norm: residual must have the shape and dtype of x",
+            "^rms_norm: residual must have the shape of x",
         ),
         (lambda: jof.rms_norm(X, axis=()), ValueError, "^rms_norm: axis must name an axis"),
         (lambda: jof.group_norm(X[0], 2), ValueError, "^group_norm: x must have shape"),
@@ -1091,6 +1100,65 @@ def test_modules_are_those_of_flax(name, arguments, call, dtype):
         coarse = "bfloat16" in dtypes
         tolerance = 0.05 if coarse else 1e-4
         np.testing.assert_allclose(np.float64(a), np.float64(e), rtol=0, atol=tolerance * largest)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"dtype": jnp.complex64}, {"param_dtype": jnp.complex64}, {"epsilon": np.full(4, 0.1)}],
+)
+def test_modules_leave_other_arguments_to_flax(arguments):
+    nn, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
+    from jax_oneflow_ops import linen
+    from jax_oneflow_ops import nnx as norms
+
+    x = rng_for("modules").standard_normal((3, 4)).astype(np.float32)
+    for name in ("LayerNorm", "RMSNorm"):
+        (y, _), (expected, _) = (
+            getattr(m, name)(**arguments).init_with_output(jax.random.key(0), x)
+            for m in (linen, nn)
+        )
+        assert y.dtype == expected.dtype
+        np.testing.assert_array_equal(y, expected)
+        y, expected = (getattr(m, name)(4, **arguments, rngs=nnx.Rngs(0))(x) for m in (norms, nnx))
+        assert y.dtype == expected.dtype
+        np.testing.assert_array_equal(y, expected)
+
+
+@pytest.mark.parametrize("mask", [None, np.ones((3, 4), bool)])
+def test_modules_know_their_activations(mask):
+    nnx = pytest.importorskip("flax.nnx")
+    from jax_oneflow_ops import linen
+    from jax_oneflow_ops import nnx as norms
+
+    x = jnp.ones((3, 4))
+    other = {"num_groups": 2, "activation": "relu"}
+    with pytest.raises(ValueError, match="activation must be None or 'silu', got 'relu'"):
+        linen.GroupNorm(**other).init_with_output(jax.random.key(0), x, mask=mask)
+    with pytest.raises(ValueError, match="activation must be None or 'silu', got 'relu'"):
+        norms.GroupNorm(4, **other, rngs=nnx.Rngs(0))(x, mask=mask)
+
+
+def test_no_result_has_a_weak_type():
+    x = jnp.broadcast_to(jnp.asarray(0.5), (2, 4))
+    assert jax.typeof(x).weak_type
+    for f in (
+        jof.softmax,
+        jof.logsumexp,
+        jof.layer_norm,
+        jof.rms_norm,
+        lambda x: jof.rms_norm(x, residual=x),
+        lambda x: jof.group_norm(x, 2),
+    ):
+        for y in jax.tree.leaves((f(x), jax.jit(f)(x))):
+            assert not jax.typeof(y).weak_type
+
+
+def test_epsilon_of_numpy():
+    x = jnp.arange(12.0).reshape(3, 4)
+    for epsilon in (np.float32(0.5), np.float64(0.5)):
+        np.testing.assert_array_equal(
+            jof.layer_norm(x, epsilon=epsilon), jof.layer_norm(x, epsilon=0.5)
+        )
 
 
 @pytest.mark.exhaustive

@@ -1108,6 +1108,32 @@ def test_tables_on_no_mesh(name):
     assert_close(run(*arguments), expected, 1e-6)
 
 
+ROWS_OF = {
+    "softmax": (jof.softmax, jax.nn.softmax),
+    "log_softmax": (lambda x: jof.log_softmax(x, (1, 2)), lambda x: jax.nn.log_softmax(x, (1, 2))),
+    "layer_norm": (jof.layer_norm, None),
+    "rms_norm": (lambda x: jof.rms_norm(x, axis=(1, 2)), None),
+    "residual": (lambda x: jof.rms_norm(x, residual=2 * x), None),
+    "group_norm": (lambda x: jof.group_norm(x, 2), None),
+}
+
+
+@pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
+@pytest.mark.parametrize("name", ROWS_OF)
+@pytest.mark.parametrize("spec", [P(None, None, "a"), P("b", "a"), P(None, ("a", "b"))])
+def test_results_of_rows_have_the_type_of_their_operand(name, spec):
+    """As with JAX's formulas, whose results may be the carry of a loop."""
+    f, reference = ROWS_OF[name]
+    x = integers((8, 8, 8), dtype=np.float32)
+    with mesh_of("explicit") as mesh:
+        (sharded,) = put(mesh, (spec,), (x,))
+        for y in jax.tree.leaves(jax.jit(f)(sharded)):
+            assert jax.typeof(y) == jax.typeof(sharded)
+        assert_close(jax.jit(f)(sharded), f(x), 1e-6)
+        if reference:
+            assert jax.typeof(reference(sharded)) == jax.typeof(f(sharded))
+
+
 def along(f):
     """The derivative of f in the direction of its operands."""
     return lambda *xs: jax.jvp(f, xs, xs)[1]
