@@ -26,8 +26,12 @@ def as_array(function: str, name: str, x: Any, *, numbers: bool = False) -> jax.
         try:
             return jnp.asarray(x)
         except TypeError as error:
+            is_native = getattr(x.dtype, "isnative", True)
+            hint = (
+                "" if is_native else "; change its byte order with x.astype(x.dtype.newbyteorder())"
+            )
             raise TypeError(
-                f"{function}: {name} must have a dtype that jax has, got {x.dtype}"
+                f"{function}: {name} must have a dtype that jax has, got {x.dtype}{hint}"
             ) from error
     if numbers and isinstance(x, bool | int | float | complex):
         return jnp.asarray(x)

@@ -210,6 +210,9 @@ class Fused(Generic[P, R]):
             raise
         return result
 
+    def __repr__(self) -> str:
+        return f"<fused function {self._name}>"
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self

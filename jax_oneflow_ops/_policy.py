@@ -385,9 +385,9 @@ def policy(
       fun: a function of arrays that calls functions of this package, or one of those functions.
       *args: its arguments: arrays, or `jax.ShapeDtypeStruct`. Bind others, such as `num_segments`,
         with `functools.partial`.
-      device: a device, or the name of a measured kind such as ``"NVIDIA H200"``, which you need not
-        have. By default JAX's default device. A device of a kind that was not measured uses the
-        first measurements of its platform.
+      device: a device, or the name of a measured kind such as ``"NVIDIA H200"``, or its beginning;
+        you need not have one. By default JAX's default device. A device of a kind that was not
+        measured uses the first measurements of its platform.
       **kwargs: keyword arguments of `fun`.
 
     Returns:
@@ -411,12 +411,13 @@ def policy(
             "its arguments: policy(jax_oneflow_ops.gelu, x)"
         )
     if isinstance(device, str):
-        if device not in tables():
+        kind = measured(device)
+        if kind is None:
             known = ", ".join(map(repr, tables()))
             raise ValueError(
                 f"policy: device must be a jax.Device or one of {known}, got {device!r}"
             )
-        platform, kind = tables()[device]["platform"], device
+        platform = tables()[kind]["platform"]
     else:
         platform, kind = place_of(device)
     jaxpr = jax.make_jaxpr(functools.partial(fun, **kwargs))(*args)
@@ -429,6 +430,12 @@ def policy(
             )
         decisions.append(decision)
     return decisions
+
+
+def measured(name: str) -> str | None:
+    """The measured device of a name, of which the beginning is enough; None if there is none."""
+    found = [kind for kind in tables() if kind == name or kind.startswith(f"{name} ")]
+    return found[0] if len(found) == 1 else None
 
 
 def place_of(device: jax.Device | None) -> tuple[str, str]:

@@ -165,8 +165,8 @@ def explain(
       *args: its arguments: arrays, or `jax.ShapeDtypeStruct`. Bind other arguments with
         `functools.partial`, or mark them as static with `jax.jit`.
       platform: what to lower for: ``"cpu"``, ``"cuda"`` or ``"gpu"``, or a kind of device that was
-        measured, such as ``"NVIDIA H200"``. Neither such a device nor its kernels are needed. By
-        default JAX's default device.
+        measured, such as ``"NVIDIA H200"``, or its beginning. Neither such a device nor its kernels
+        are needed. By default JAX's default device.
       **kwargs: keyword arguments of `fun`.
 
     Returns:

@@ -217,7 +217,8 @@ def leaky_relu(
 
     Args:
       x: array of any shape, or a number.
-      negative_slope: a scalar, which may be traced. An array runs the jnp reference.
+      negative_slope: a scalar, which may be traced. An array runs the jnp reference, and is an
+        error with ``"native"``.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -243,7 +244,8 @@ def elu(
 
     Args:
       x: array of any shape, or a number.
-      alpha: a scalar, which may be traced. An array runs the jnp reference.
+      alpha: a scalar, which may be traced. An array runs the jnp reference, and is an error with
+        ``"native"``.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof

@@ -613,7 +613,7 @@ def _order(
     if not _is_of(plan, given, rows):
         raise ValueError(
             f"{function}: {name} was made from other ids than those that it is used with. Remedy: "
-            "make one of these by segment_plan."
+            f"segment_plan({'senders' if name == 'sender_plan' else 'receivers'}, num_segments)."
         )
     return plan.order, rows_of(plan.keys, rows)
 

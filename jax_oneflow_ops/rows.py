@@ -390,8 +390,8 @@ def layer_norm(
 
     Args:
       x: array of any shape.
-      scale: array with the shape of `x` along `axis`; None for no factor.
-      bias: array with the shape of `x` along `axis`; None for no summand.
+      scale: array with the shape of `x` along `axis`, in that order; None for no factor.
+      bias: array with the shape of `x` along `axis`, in that order; None for no summand.
       axis: the axis that is normalised, or several. Axes other than the last cost a transposition.
       epsilon: a Python or NumPy number.
       residual: array of `x`'s shape and dtype that is added to `x` first, in the same pass.

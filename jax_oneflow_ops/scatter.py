@@ -871,8 +871,8 @@ def _fill(function: str, value: Any, dtype: Any) -> str | bytes:
     )
     if not is_number or (np.iscomplexobj(value) and not np.issubdtype(dtype, np.complexfloating)):
         raise TypeError(
-            f"{function}: fill_value must be a concrete number that {dtype} can hold, got "
-            f"{value!r} of type {type(value).__name__}"
+            f"{function}: fill_value must be a Python or NumPy number, since it is part of the "
+            f"program, and real for a real table; got {value!r} of type {type(value).__name__}"
         )
     with np.errstate(invalid="ignore", over="ignore"):
         return np.asarray(value).astype(dtype).tobytes()  # NumPy's conversion, as in jax.lax.full

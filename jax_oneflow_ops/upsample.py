@@ -341,8 +341,8 @@ def _output_size(in_hw: tuple[int, int], scale_factor: Any, size: Any) -> tuple[
             or (isinstance(value, bool))
         ):
             raise TypeError(
-                f"{_NAME}: scale_factor must be made of concrete real numbers, as it decides the "
-                f"output's shape, got {value!r} of type {type(value).__name__}"
+                f"{_NAME}: scale_factor must be made of Python or NumPy numbers, since it decides "
+                f"the output's shape, got {value!r} of type {type(value).__name__}"
             )
         factor = float(value)
         if not (math.isfinite(factor) and factor > 0):

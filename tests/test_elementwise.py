@@ -1146,3 +1146,11 @@ def test_calls_outside_of_jit_are_traced_once(name, caplog):
     with jax.log_compiles():
         CALLS[name](jnp.ones((4, 7)))
     assert [record for record in caplog.messages if "Finished tracing" in record]
+
+
+def test_numpy_arrays_of_the_other_byte_order_are_named():
+    x = np.arange(3, dtype=np.dtype("f4").newbyteorder())
+    message = r"^relu: x must have a dtype that jax has, got .f4; change its byte order with"
+    with pytest.raises(TypeError, match=message):
+        jof.relu(x)
+    np.testing.assert_array_equal(jof.relu(x.astype(x.dtype.newbyteorder())), [0, 1, 2])

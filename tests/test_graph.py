@@ -509,6 +509,12 @@ def test_values_that_do_not_fit(options, message):
         weighted_sum(**(given | options))
 
 
+def test_messages_are_numbers():
+    ids = jnp.array([1, 0])
+    with pytest.raises(TypeError, match="message_sum: fun must return numbers, got booleans"):
+        jof.message_sum(lambda x: x > 0, (jnp.ones((2, 3)),), ids, ids, num_segments=2)
+
+
 def test_plans_are_compared_by_identity():
     plan = jof.segment_plan(jnp.array([1, 0]), 2)
     assert plan == plan

@@ -380,6 +380,23 @@ def test_what_is_asked_for_is_asked_for_of_gradients():
     assert [d.reason for d in jof.policy(f, jnp.ones((2, 3)))] == ["asked for"] * 2
 
 
+def test_the_beginning_of_a_devices_name_is_enough(measurements):
+    x = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)
+    full, short = (
+        jof.policy(jof.gelu, x, device=name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100")
+    )
+    assert full == short
+    ids = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    full, short = (
+        jof.explain(lambda x, ids: x.at[ids].add(1), x, ids, platform=name).rows
+        for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100")
+    )
+    assert full == short != []
+    for name in ("NVIDIA H", "NVIDIA", "H100"):
+        with pytest.raises(ValueError, match=r"device must be a jax\.Device or one of"):
+            jof.policy(jof.gelu, x, device=name)
+
+
 def test_policy_of_an_unknown_device(tables):
     tables({"a": table("cuda")})
     with pytest.raises(ValueError, match=r"^policy: device must be .* one of 'a', got 'b'"):

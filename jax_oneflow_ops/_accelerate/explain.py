@@ -154,8 +154,8 @@ def _place(platform: str | None) -> tuple[str, str | None]:
     """The name that jax has for a platform, and the kind of its device."""
     if platform is None:
         return _policy.place_of(None)
-    if platform in _policy.tables():
-        return _policy.tables()[platform]["platform"], platform
+    if (kind := _policy.measured(platform)) is not None:
+        return _policy.tables()[kind]["platform"], kind
     platform = "cuda" if platform == "gpu" else platform
     if platform not in common.PLATFORMS:
         known = ", ".join(map(repr, dict.fromkeys((*common.PLATFORMS, *_policy.tables()))))
