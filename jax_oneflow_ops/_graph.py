@@ -1,16 +1,9 @@
 """The primitives of graph layers, and their rules.
 
-A graph is six int32 arrays:
-
-- `senders` and `receivers`, negative if they are out of range;
-- an order of the edges in which edges of equal receivers are neighbours, and the receivers in that
-  order, -1 if they are out of range;
-- an order of the edges in which edges of equal senders are neighbours, and the senders in that
-  order.
-
-An unknown order is two arrays of rank 2. Edges whose receiver is out of range are ignored. A sender
-out of range is stored as ``~row``, where `row` is the row that jnp reads for it. Its edge counts,
-except in sums at the senders and in their derivatives. The parameter `drops_senders` marks those.
+A graph is the six int32 arrays of `Graph`. An unknown order is two arrays of rank 2. Edges whose
+receiver is out of range are ignored. A sender out of range is stored as ``~row``, where `row` is
+the row that jnp reads for it. Its edge counts, except in sums at the senders and in their
+derivatives. The parameter `drops_senders` marks those.
 
 `message_sum` adds up weighted rows of the senders at the receivers. `edge_dot` computes the dot
 product of the rows at both ends of each edge. Each is linear in either of its arrays, and its
@@ -20,7 +13,7 @@ derivatives are computed with these primitives, too.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +40,22 @@ def compute_dtype(dtype: Any) -> Any:
 
 
 Order = tuple[Any, Any]  # the numbers of edges, and their ids
+
+
+class Graph(NamedTuple):
+    """The first operands of the primitives."""
+
+    senders: Any  # negative if they are out of range
+    receivers: Any  # the same
+    order: Any  # of the edges, such that edges of equal receivers are neighbours
+    rows: Any  # the receivers in that order, -1 if they are out of range
+    sender_order: Any  # such that edges of equal senders are neighbours
+    sender_rows: Any  # the senders in that order
+
+    def reversed(self) -> "Graph":
+        """The graph with all edges reversed."""
+        orders = self.sender_order, self.sender_rows, self.order, self.rows
+        return Graph(self.receivers, self.senders, *orders)
 
 
 def no_order() -> Order:
@@ -134,12 +143,6 @@ def softmax(
         function=function,
         implementation=implementation,
     )
-
-
-def _transposed(graph: Sequence[Any]) -> tuple[Any, ...]:
-    """The graph with all edges reversed."""
-    senders, receivers, order, keys, sender_order, sender_keys = graph
-    return receivers, senders, sender_order, sender_keys, order, keys
 
 
 # ---- types and shardings ----
@@ -568,7 +571,7 @@ def _message_sum_transpose(ct: Any, *args: Any, num_segments: int, **params: Any
     cts: list[Any] = [None] * 8
     if ad.is_undefined_primal(table):
         rows = {**params, "num_segments": table.aval.shape[0], "drops_senders": True}
-        cts[6] = message_sum(_transposed(graph), ct, weights, **rows)
+        cts[6] = message_sum(Graph(*graph).reversed(), ct, weights, **rows)
     if ad.is_undefined_primal(weights):
         cts[7] = bind(edge_dot_p, *graph, ct, table, dtype=weights.aval.dtype, **params)
     return cts
@@ -579,7 +582,7 @@ def _edge_dot_transpose(
 ) -> list[Any]:
     *graph, a, b = args
     cts: list[Any] = [None] * 8
-    ways = (6, a, b, graph, drops_senders), (7, b, a, _transposed(graph), True)
+    ways = (6, a, b, graph, drops_senders), (7, b, a, Graph(*graph).reversed(), True)
     for k, undefined, other, edges, drops in ways:
         if ad.is_undefined_primal(undefined):
             rows = {**params, "num_segments": undefined.aval.shape[0], "drops_senders": drops}

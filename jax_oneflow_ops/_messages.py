@@ -83,7 +83,7 @@ def bind(
     """Binds the primitive with only those operands that the definition uses.
 
     Args:
-      graph: six arrays.
+      graph: the six arrays of a `Graph`.
       operands: inputs of the definition, by number.
       row: the dimensions of a message.
       spec: the call. Its `sides` are those of all `operands`, in the same order; its `inputs` are
@@ -304,15 +304,16 @@ def _kernel(
 
 def _ids(graph: Sequence[Any], spec: Spec, primary: str, num_segments: int) -> tuple[Any, ...]:
     """The keys by position, the order, and the other ends' ids by edge, as kernels take them."""
-    senders, receivers, *orders = graph
+    graph = _graph.Graph(*graph)
+    senders, receivers = graph.senders, graph.receivers
     reads = _graph.read(senders, spec.drops_senders)
     none = jnp.zeros(0, jnp.int32)
     if primary == "s":
-        order, keys = orders[2:]
+        order, keys = graph.sender_order, graph.sender_rows
         others = receivers
         dropped = senders
     else:
-        order, keys = orders[:2]
+        order, keys = graph.order, graph.rows
         others = reads if "s" in spec.sides or spec.drops_senders else none
         dropped = receivers
     if spec.target == "e" and order.shape != senders.shape:  # edges need no order

@@ -364,20 +364,36 @@ def _logsumexp_vjp_on_shard(
     return result
 
 
+def _logsumexp_results(x: jax.Array, axis: int) -> list[jax.ShapeDtypeStruct]:
+    """The types of the values and of the statistics of rows."""
+    rows = (*x.shape[:axis], *x.shape[axis + 1 :])
+    stats = jax.ShapeDtypeStruct((*rows, 2), _reference.row_dtype(x.dtype))
+    return [jax.ShapeDtypeStruct(rows, x.dtype), stats]
+
+
+def _call_logsumexp(
+    target: str, results: Sequence[Any], *operands: jax.Array, axis: int, over: int | None = None
+) -> list[jax.Array]:
+    """Makes the FFI call; result `over` may overwrite the first operand."""
+    aliases = {} if over is None else {0: over}
+    call = jax.ffi.ffi_call(target, [*results], input_output_aliases=aliases)
+    return [*call(*operands, axis=np.int64(axis))]
+
+
 def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
     """Defines the primitives of a function of x and `labels` labels per row, 0 or 1."""
+    target = f"jof_{name}"
     given = [ARRAY, *[ROW] * labels]
     reference = _without_statistics(_reference.logsumexp)
 
     def define(
-        target: str,
+        suffix: str,
         kinds: Kinds,
         reference: Function,
         native: Function,
         types: Function,
-        here: Function | None = None,
-        passes: int = 0,
         on_shard: Function | None = None,
+        **more: Any,
     ) -> core.Primitive:
         def kinds_of(keeps: bool = True, **_: Any) -> Kinds:
             return kinds[0], kinds[1] if keeps else kinds[1][:1]
@@ -385,14 +401,8 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         def batch(primitive: core.Primitive, args: Any, dims: Any, **params: Any) -> Any:
             return _batch(kinds_of(**params), primitive, args, dims, **params)
 
-        def call(x: Any, *_: Any, axis: int, **__: Any) -> _policy.Call:
-            return _call("logsumexp", target, passes, x, axis)
-
-        def gradient(x: Any, *_: Any, axis: int, **__: Any) -> _policy.Call:
-            return _call("logsumexp", f"{target}_vjp", 2, x, axis)
-
         return _primitive.define(
-            target,
+            target + suffix,
             function=function,
             abstract_eval=types,
             reference=reference,
@@ -403,25 +413,25 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
             on_shard=on_shard,
             batch=batch,
             multiple_results=len(kinds[1]) > 1,
-            call=None if passes == 0 else call,
-            gradient=gradient if passes == 1 else None,
-            on_one_device=here,
+            **more,
         )
 
-    def results_of(x: jax.Array, axis: int) -> list[jax.ShapeDtypeStruct]:
-        rows = (*x.shape[:axis], *x.shape[axis + 1 :])
-        stats = jax.ShapeDtypeStruct((*rows, 2), _reference.row_dtype(x.dtype))
-        return [jax.ShapeDtypeStruct(rows, x.dtype), stats]
+    def measured(suffix: str, passes: int) -> Function:
+        """Describes calls to the policy."""
+
+        def call(x: Any, *_: Any, axis: int, **__: Any) -> _policy.Call:
+            return _call("logsumexp", target + suffix, passes, x, axis)
+
+        return call
 
     def native(
         platform: str, x: jax.Array, *labels: jax.Array, axis: int, keeps: bool
     ) -> list[jax.Array]:
         if x.size == 0:
             return reference(x, *labels, axis=axis, keeps=keeps)
-        y, stats = results_of(x, axis)
-        types = [y, stats if keeps else _absent(stats)]
-        results = jax.ffi.ffi_call(f"jof_{name}", types)(x, *labels, axis=np.int64(axis))
-        return [*results[: 1 + keeps]]
+        y, stats = _logsumexp_results(x, axis)
+        types = y, stats if keeps else _absent(stats)
+        return _call_logsumexp(target, types, x, *labels, axis=axis)[: 1 + keeps]
 
     def native_vjp(
         platform: str, x: jax.Array, *operands: jax.Array, axis: int, in_place: bool = True
@@ -429,19 +439,17 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         """The gradient, by default in the logits' buffer: a training step no longer needs them."""
         if x.size == 0:
             return [x]
-        aliases = {0: 0} if in_place else {}
+        over = 0 if in_place else None
         like = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
-        call = jax.ffi.ffi_call(f"jof_{name}_vjp", like, input_output_aliases=aliases)
-        return [*call(x, *operands, axis=np.int64(axis))]
+        return _call_logsumexp(f"{target}_vjp", like, x, *operands, axis=axis, over=over)
 
     def native_with_vjp(
         platform: str, x: jax.Array, *operands: jax.Array, axis: int, in_place: bool
     ) -> list[jax.Array]:
         """The value, the statistics and the gradient."""
-        aliases = {0: 2} if in_place else {}
-        results = [*results_of(x, axis), jax.ShapeDtypeStruct(x.shape, x.dtype)]
-        call = jax.ffi.ffi_call(f"jof_{name}_with_vjp", results, input_output_aliases=aliases)
-        return [*call(x, *operands, axis=np.int64(axis))]
+        over = 2 if in_place else None
+        types = *_logsumexp_results(x, axis), jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return _call_logsumexp(f"{target}_with_vjp", types, x, *operands, axis=axis, over=over)
 
     def lower(ctx: Any, *args: Any, platform: str, **params: Any) -> list[Any]:
         """Returns handles, so that `lower_vjp` can put a call for value and gradient there."""
@@ -456,7 +464,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         would copy them.
         """
         *operands, stats, ct = args
-        value = _compat.call_behind(stats, f"jof_{name}")
+        value = _compat.call_behind(stats, target)
         params["in_place"] = not _compat.has_other_readers(operands[0], value)
         if value is None or [*value.operands] != operands or not _compat.move_before(value, ct):
             plain: list[Any] = _primitive.lower_native(native_vjp, platform)(ctx, *args, **params)
@@ -475,27 +483,23 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         return [_without(x, axis), *[stats] * keeps]
 
     f_p = define(
-        f"jof_{name}",
-        (given, [ROW, STATS]),
-        reference,
-        native,
-        value_types,
-        lower,
-        passes=1,
-        on_shard=_logsumexp_on_shard,
+        *("", (given, [ROW, STATS]), reference, native, value_types, _logsumexp_on_shard),
+        on_one_device=lower,
+        call=measured("", 1),
+        gradient=measured("_vjp", 2),
     )
     vjp_p = define(
-        f"jof_{name}_vjp",
+        "_vjp",
         ([*given, STATS, ROW], [ARRAY]),
         _reference.logsumexp_vjp,
         lambda *args, **params: native_vjp(*args, **params)[0],
         lambda x, *_, axis: x,
-        lower_vjp,
-        passes=2,
-        on_shard=_logsumexp_vjp_on_shard,
+        _logsumexp_vjp_on_shard,
+        on_one_device=lower_vjp,
+        call=measured("_vjp", 2),
     )
     jvp_p = define(
-        f"jof_{name}_jvp",
+        "_jvp",
         ([*given, STATS, ARRAY], [ROW]),
         _reference.logsumexp_jvp,
         in_jnp(_reference.logsumexp_jvp),

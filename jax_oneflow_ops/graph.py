@@ -354,10 +354,11 @@ def attention_sum(
         raise ValueError(f"{name}: values must have at least 1 dimension")
     size = _number_of_segments(name, num_segments, plan)
     graph = _graph_of(name, senders, receivers, values.shape[0], "values", size, plan, sender_plan)
-    _check_edges(name, "logits", logits, graph[0])
+    _check_edges(name, "logits", logits, graph.senders)
     depth = _check_leading(name, logits.shape, values.shape)
-    if graph[2].shape != graph[0].shape:
-        graph = *graph[:2], *_graph.order_of(graph[1], size, choice), *graph[4:]
+    if graph.order.shape != graph.senders.shape:
+        order, keys = _graph.order_of(graph.receivers, size, choice)
+        graph = graph._replace(order=order, rows=keys)
     row, dtype = values.shape[1:], values.dtype
     wide = _checks.promoted(logits.dtype, _graph.compute_dtype(dtype))
     if wide != _graph.compute_dtype(dtype):  # a softmax in float64
@@ -439,21 +440,22 @@ def _reduced(
     rows = arrays[0].shape[0]
     graph = _graph_of(function, senders, receivers, rows, "tables[0]", size, plan, sender_plan)
     if len(tables) == 2 and arrays[1].shape[0] != size:
-        if arrays[1].shape[0] == 0 and graph[0].size:
+        if arrays[1].shape[0] == 0 and graph.senders.size:
             raise ValueError(f"{function}: tables[1] must have rows where there are edges")
         arrays[1] = arrays[1][jnp.arange(size)]  # the rows that receivers of the result read
     for k, x in enumerate(arrays[len(tables) :]):
-        _check_edges(function, f"edge input {k}", x, graph[0])
+        _check_edges(function, f"edge input {k}", x, graph.senders)
     sides = "sr"[: len(tables)] + "e" * len(edge_inputs)
-    traced = _messages.traced(function, fun, arrays, sides, graph[0].shape[0])
+    traced = _messages.traced(function, fun, arrays, sides, graph.senders.shape[0])
     result: jax.Array
     if traced is None:
         # An id out of range reads the nearest row, which gets no gradient from it, as in JAX.
-        outside = jnp.where(graph[0] == ~0, jnp.iinfo(jnp.int32).min, rows)
-        ids = jnp.where(graph[0] < 0, outside, graph[0]), graph[1]
+        own = graph.senders
+        outside = jnp.where(own == ~0, jnp.iinfo(jnp.int32).min, rows)
+        ids = jnp.where(own < 0, outside, own), graph.receivers
         gathered = [x[rows] for x, rows in zip(arrays, ids[: len(tables)], strict=False)]
         reduce = getattr(jax.ops, f"segment_{reduction}")
-        result = reduce(fun(*gathered, *arrays[len(tables) :]), graph[1], size)
+        result = reduce(fun(*gathered, *arrays[len(tables) :]), graph.receivers, size)
         return result
     product = traced.product() if reduction == "sum" else None
     if product is not None:
@@ -478,8 +480,7 @@ def _graph_of(
     size: int,
     plan: SegmentPlan | None,
     sender_plan: SegmentPlan | None,
-) -> tuple[Any, ...]:
-    """The six arrays of a graph: see `_graph`."""
+) -> _graph.Graph:
     given = senders, receivers
     senders = _edge_ids(function, "senders", senders, rows)
     receivers = _edge_ids(function, "receivers", receivers, size)
@@ -496,17 +497,13 @@ def _graph_of(
     )
     own = jnp.where(senders < 0, senders + rows, senders)
     nearest = jnp.clip(own, 0, max(rows - 1, 0))
-    return (
-        jnp.where(own == nearest, nearest, ~nearest).astype(jnp.int32),
-        _in_range(receivers, size),
-        *order,
-        *sender_order,
-    )
+    senders = jnp.where(own == nearest, nearest, ~nearest).astype(jnp.int32)
+    return _graph.Graph(senders, _in_range(receivers, size), *order, *sender_order)
 
 
 def _weighted_sum(
     function: str,
-    graph: Sequence[Any],
+    graph: _graph.Graph,
     table: jax.Array,
     weights: jax.Array | None,
     ranks: Sequence[int],
