@@ -756,6 +756,15 @@ def _reduces_by(op: Any, name: str) -> bool:
     return first.operation.name == name and is_plain and len(others) == 1
 
 
+def is_sum_of_cotangents(value: Any) -> bool:
+    """Whether jax's differentiation added a value up, from the cotangents of several uses.
+
+    These sums are operations like others, but the names of their locations tell.
+    """
+    op = getattr(value.owner, "operation", None)
+    return op is not None and op.name == "stablehlo.add" and 'add_any"' in str(op.location)
+
+
 def count_uses(value: Any) -> int:
     """How often operations that are in the program already read a value."""
     return len([*value.uses])

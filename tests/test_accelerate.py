@@ -675,8 +675,10 @@ def test_additions_at_pairs_that_xla_makes_by_the_same_atomics_stay_its(monkeypa
         ("gathered", True),
         ("reshaped", True),
         ("transposed", True),
+        ("a slice", True),
         ("by a matrix product", False),
-        ("by a sum", False),
+        ("a sum", False),
+        ("used again", False),
     ],
 )
 def test_updates_that_xla_computes_where_it_adds_them(updates, is_computed, monkeypatch):
@@ -694,9 +696,12 @@ def test_updates_that_xla_computes_where_it_adds_them(updates, is_computed, monk
                 "reshaped": lambda: (x * x).reshape(width, rows).reshape(rows, width),
                 "transposed": lambda: jnp.tanh(x.reshape(width, rows)).T,
                 "by a matrix product": lambda: x @ jnp.ones((width, width), dtype),
-                "by a sum": lambda: x.reshape(rows, width, 1).sum(-1),
+                "a slice": lambda: jnp.concatenate([x, x], 1)[:, width // 2 : -width // 2],
+                "a sum": lambda: x + 1,
+                "used again": lambda: x * x,
             }[updates]()
-            return jnp.zeros((into, width), dtype).at[ids].add(made)
+            again = made + 1 if updates == "used again" else 0
+            return jnp.zeros((into, width), dtype).at[ids].add(made), again
 
         types = jax.ShapeDtypeStruct((rows, width), dtype), jax.ShapeDtypeStruct((rows,), "int32")
         accelerated = jof.accelerate(f, **how)
@@ -715,6 +720,27 @@ def test_updates_that_xla_computes_where_it_adds_them(updates, is_computed, monk
     assert swapped(deterministic=True)
     monkeypatch.setattr(_compat, "adds_floats_by_loops", lambda: True)
     assert swapped()
+
+
+def test_cotangents_that_xla_adds_up_where_it_scatters_them(monkeypatch):
+    monkeypatch.delenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", raising=False)
+    monkeypatch.setattr(_native, "available", lambda platform: True)
+    monkeypatch.setattr(_compat, "adds_floats_by_loops", lambda: False)
+    table = jax.ShapeDtypeStruct((2**14, 64), "float32")
+    ids = jax.ShapeDtypeStruct((2**18,), "int32")
+
+    def swapped(of_rows, width=64):
+        def loss(x, w, ids):
+            return of_rows(x[ids], w).sum()
+
+        w = jax.ShapeDtypeStruct((64, width), "float32")
+        report = jof.explain(jax.grad(loss), table, w, ids, platform="cuda")
+        (row,) = (row for row in report.rows if row.operation == "scatter-add")
+        return row.swapped
+
+    assert not swapped(lambda x, w: jnp.sin(x) * jnp.cos(x))  # two cotangents
+    assert not swapped(lambda x, w: jnp.concatenate([x, x], 1) @ jnp.concatenate([w, w]))
+    assert swapped(lambda x, w: x @ w)
 
 
 def test_programs_compute_the_same():

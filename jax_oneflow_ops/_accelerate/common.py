@@ -55,26 +55,16 @@ def why_no_kernels(ctx: Any, platform: str) -> str | None:
     return None
 
 
-_ELEMENTWISE = tuple(
-    f"stablehlo.{name}"
-    for name in (
-        *("abs", "add", "and", "clamp", "convert", "cosine", "divide", "exponential"),
-        *("exponential_minus_one", "log", "log_plus_one", "logistic", "maximum", "minimum"),
-        *("multiply", "negate", "or", "power", "rsqrt", "select", "sine", "sqrt", "subtract"),
-        *("tanh",),
-    )
-)
+def is_made_by(ctx: Any, value: Any, *names: str) -> bool:
+    """Whether one of these operations of StableHLO computes a value, or JAX's "add_any".
 
-
-def is_fused(ctx: Any, value: Any, *others: str) -> bool:
-    """Whether XLA computes a value in a loop over its elements, where another loop reads it.
-
-    `others` are operations that may compute it, besides elementwise ones.
+    Looks through reshapes, transpositions and calls of functions.
     """
     place = Place(value).source(ctx)
     while before := place.operands("stablehlo.reshape", "stablehlo.transpose"):
         place = before[0].source(ctx)
-    return bool(place.operands(*_ELEMENTWISE, *others))
+    is_own = "add_any" in names and _compat.is_sum_of_cotangents(place.value)
+    return is_own or bool(place.operands(*(f"stablehlo.{name}" for name in names)))
 
 
 def lower(

@@ -133,7 +133,7 @@ class Product:
             for x, aval, more in zip(
                 self.operands, avals, (padding.left, padding.right), strict=True
             )
-            if any(more) and not common.is_fused(self.ctx, x)
+            if any(more) and not common.is_made_by(self.ctx, x, *_WRITE_PADDING)
         ]
         if any(padding.result) and not self._is_enlarging:
             copied.append(result)
@@ -182,3 +182,16 @@ def _last_in_memory(operand: Any, rank: int) -> int:
     """The dimension whose elements are adjacent: matrix products read transposed operands."""
     order = _compat.order_of_transpose(operand)
     return order.index(rank - 1) if order else rank - 1
+
+
+# XLA computes these in a loop over the elements of the result, which can write the padding.
+_WRITE_PADDING = (
+    "add",
+    "subtract",
+    "multiply",
+    "divide",
+    "negate",
+    "select",
+    "convert",
+    "exponential",
+)

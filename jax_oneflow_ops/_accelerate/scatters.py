@@ -205,6 +205,14 @@ def _message(
     return gathers.message_of(rows, ctx, source)
 
 
+# XLA computes these where it adds updates. Sums of a program are left out: they are often the state
+# of a network, which is stored for other operations, too. The scatter of a gradient is the only
+# operation that reads a sum of cotangents.
+_MAKES_UPDATES = (
+    *("multiply", "divide", "negate", "select", "convert", "slice", "gather", "add_any"),
+    *("exponential", "logistic", "tanh", "maximum", "minimum"),
+)
+
 _IN_ONE_PASS = "sums along two axes in one pass, without the array between them"
 _SUM = "sum into zeros"  # the key of functions of a program that compute one
 
@@ -340,7 +348,7 @@ def _choose(
             return _Choice(
                 "by several indices, which XLA computes where it adds, by atomics as well"
             )
-        if common.is_fused(ctx, updates, "stablehlo.gather"):
+        if not _compat.count_uses(updates) and common.is_made_by(ctx, updates, *_MAKES_UPDATES):
             return _Choice("XLA computes the updates where it adds them, by atomics")
     how = {"num_segments": rows.count, "indexing": rows.read(deterministic)}
     call: Any = "always swapped: only sums were measured against XLA"
