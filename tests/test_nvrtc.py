@@ -153,7 +153,7 @@ def row_kernel(ptx: str) -> str:
 @pytest.mark.parametrize(
     ("f", "dtypes", "width", "derivative", "kernel"),
     one_in(
-        2,
+        4,
         [
             (jax.nn.softmax, ["bfloat16"], 512, None, "whole"),
             (jax.nn.softmax, ["bfloat16"], 512, "vjp", "whole"),
