@@ -756,13 +756,24 @@ def _reduces_by(op: Any, name: str) -> bool:
     return first.operation.name == name and is_plain and len(others) == 1
 
 
-def is_sum_of_cotangents(value: Any) -> bool:
-    """Whether jax's differentiation added a value up, from the cotangents of several uses.
+SUM_OF_COTANGENTS = "add_any"
+"""jax's name for the sum of the cotangents of a value that is used several times."""
 
-    These sums are operations like others, but the names of their locations tell.
+
+def name_of_maker(value: Any) -> str | None:
+    """The name of the operation that made a value, without its dialect; None for an argument.
+
+    Sums of cotangents are additions like others, but jax names them in their locations.
     """
     op = getattr(value.owner, "operation", None)
-    return op is not None and op.name == "stablehlo.add" and 'add_any"' in str(op.location)
+    if op is None:
+        return None
+    name = str(op.name).partition(".")[2]
+    is_own = name == "add" and re.match(_LOCATION_OF_COTANGENTS, str(op.location))
+    return SUM_OF_COTANGENTS if is_own else name
+
+
+_LOCATION_OF_COTANGENTS = rf'loc\("(?:[^"]*/)?{SUM_OF_COTANGENTS}:?"'
 
 
 def count_uses(value: Any) -> int:

@@ -675,8 +675,6 @@ def traced(
             f"{function}: fun must return an array whose first dimension is that of edges, got "
             f"shape {shape}"
         )
-    if dtype == jnp.bool_:
-        raise TypeError(f"{function}: fun must return numbers, got booleans; cast them")
     if dtype not in _graph.FLOATS:
         return None
     try:

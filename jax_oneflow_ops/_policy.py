@@ -434,7 +434,9 @@ def policy(
 
 def measured(name: str) -> str | None:
     """The measured device of a name, of which the beginning is enough; None if there is none."""
-    found = [kind for kind in tables() if kind == name or kind.startswith(f"{name} ")]
+    if name in tables():
+        return name
+    found = [kind for kind in tables() if kind.startswith(f"{name} ")]
     return found[0] if len(found) == 1 else None
 
 

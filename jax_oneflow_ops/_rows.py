@@ -416,7 +416,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
             **more,
         )
 
-    def measured(suffix: str, passes: int) -> Function:
+    def described(suffix: str, passes: int) -> Function:
         """Describes calls to the policy."""
 
         def call(x: Any, *_: Any, axis: int, **__: Any) -> _policy.Call:
@@ -485,8 +485,8 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
     f_p = define(
         *("", (given, [ROW, STATS]), reference, native, value_types, _logsumexp_on_shard),
         on_one_device=lower,
-        call=measured("", 1),
-        gradient=measured("_vjp", 2),
+        call=described("", 1),
+        gradient=described("_vjp", 2),
     )
     vjp_p = define(
         "_vjp",
@@ -496,7 +496,7 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
         lambda x, *_, axis: x,
         _logsumexp_vjp_on_shard,
         on_one_device=lower_vjp,
-        call=measured("_vjp", 2),
+        call=described("_vjp", 2),
     )
     jvp_p = define(
         "_jvp",

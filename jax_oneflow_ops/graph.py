@@ -26,7 +26,8 @@ from jax_oneflow_ops._indexing import Indexing
 Implementation = Literal["native", "xla"] | None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # arrays cannot be compared
+# `==` of arrays is an array, so plans are compared by identity.
+@dataclasses.dataclass(frozen=True, eq=False)
 class SegmentPlan:
     """An order in which the edges of a segment are consecutive, made by `segment_plan`.
 
@@ -449,13 +450,17 @@ def _reduced(
     traced = _messages.traced(function, fun, arrays, sides, graph.senders.shape[0])
     result: jax.Array
     if traced is None:
-        # An id out of range reads the nearest row, which gets no gradient from it, as in JAX.
+        # jnp reads the nearest row for an id out of range, and drops its gradient. Such an id
+        # becomes int32.min if that is the first row, and `rows` or `size` if it is the last.
         own = graph.senders
         outside = jnp.where(own == ~0, jnp.iinfo(jnp.int32).min, rows)
-        ids = jnp.where(own < 0, outside, own), graph.receivers
-        gathered = [x[rows] for x, rows in zip(arrays, ids[: len(tables)], strict=False)]
-        reduce = getattr(jax.ops, f"segment_{reduction}")
-        result = reduce(fun(*gathered, *arrays[len(tables) :]), graph.receivers, size)
+        receivers = jnp.where(graph.receivers < 0, size, graph.receivers)
+        ids = jnp.where(own < 0, outside, own), receivers
+        gathered = [x[i] for x, i in zip(arrays, ids[: len(tables)], strict=False)]
+        messages = jnp.asarray(fun(*gathered, *arrays[len(tables) :]))
+        if reduction == "sum" and messages.dtype == jnp.bool_:
+            raise TypeError(f"{function}: fun must return numbers, got booleans; cast them")
+        result = getattr(jax.ops, f"segment_{reduction}")(messages, receivers, size)
         return result
     product = traced.product() if reduction == "sum" else None
     if product is not None:

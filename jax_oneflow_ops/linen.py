@@ -15,7 +15,6 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.linen import dtypes
 
 from jax_oneflow_ops import rows
@@ -33,14 +32,14 @@ def _is_flax_own(module: Any, x: jax.Array, mask: Any) -> bool:
         is_other = module.reduction_axes is not None or x.ndim < 2
     else:
         is_other = _axes(x.ndim, module.reduction_axes) != _axes(x.ndim, module.feature_axes)
-    dtypes = (d for d in (x.dtype, module.dtype, module.param_dtype) if d is not None)
+    given = (d for d in (x.dtype, module.dtype, module.param_dtype) if d is not None)
     return (
         mask is not None
         or module.axis_name is not None
         or is_other
         or not getattr(module, "force_float32_reductions", True)
-        or not isinstance(module.epsilon, numbers.Real | np.number)
-        or not all(jnp.issubdtype(d, jnp.floating) for d in dtypes)
+        or not isinstance(module.epsilon, numbers.Real)
+        or not all(jnp.issubdtype(d, jnp.floating) for d in given)
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jax_oneflow_ops import _checks, _compat, _group_norm, _native, _primitive, _reference, _rows
@@ -59,7 +58,7 @@ def softmax(
     Differentiation and sharding:
       Differentiable to any order, in both modes; the gradient is one kernel, which reads the result
       and not `x`. All dimensions except `axis` may be sharded freely; `axis` is all-gathered, with
-      a `GatherWarning`.
+      a `GatherWarning`. On Explicit axes the result has the sharding of `x`, also along `axis`.
 
     Source:
       OneFlow's softmax, described in "How to Implement an Efficient Softmax CUDA Kernel".
@@ -124,10 +123,10 @@ def _softmax(
     mask = _mask(name, where, x.shape)
     if mask is not None:
         x = jnp.where(mask, x, -jnp.inf)
-    given, x = jax.typeof(x), _primitive.gathered(name, "x", x, axes)
+    types, x = [jax.typeof(x)], _primitive.gathered(name, "x", x, axes)
     rows, place, back = _merged(name, "x", x, axes)
     y = _primitive.bind(_rows.softmax_p, rows, axis=place, log=log, implementation=choice)
-    y = _sharded_as(given, axes, back(y))
+    y = _sharded_as(types, axes, back(y))
     return y if mask is None else jnp.where(mask, y, jnp.asarray(fill, y.dtype))
 
 
@@ -358,16 +357,18 @@ def _merged(
     )
 
 
-def _sharded_as(given: Any, axes: Sequence[int], y: jax.Array) -> jax.Array:
-    """`y`, along `axes` sharded as the type `given` says, as results of JAX's formulas are."""
-    if given.sharding.mesh.empty:
+def _sharded_as(types: Sequence[Any], axes: Sequence[int], y: jax.Array) -> jax.Array:
+    """`y`, sharded along `axes` as the operands' types are: JAX's formulas return such arrays."""
+    specs = [aval.sharding.spec for aval in types if not aval.sharding.mesh.empty]
+    own = jax.typeof(y).sharding
+    if not specs or own.mesh.empty:
         return y
-    own, spec = jax.typeof(y).sharding.spec, [*given.sharding.spec]
-    used = {axis for a, e in enumerate(own) if a not in axes for axis in _compat.names_of(e)}
-    spec = [
-        entry if a in axes and used.isdisjoint(_compat.names_of(entry)) else own[a]
-        for a, entry in enumerate(spec)
-    ]
+    used = {axis for a, e in enumerate(own.spec) if a not in axes for axis in _compat.names_of(e)}
+    spec = [*own.spec]
+    for a in axes:
+        entry = next((spec[a] for spec in specs if spec[a] is not None), None)
+        spec[a] = entry if used.isdisjoint(_compat.names_of(entry)) else None
+        used.update(_compat.names_of(spec[a]))
     return _compat.resharded(y, jax.typeof(y), spec)
 
 
@@ -535,7 +536,7 @@ def group_norm(
         )
     check_activation(activation)
     pixels = range(1, x.ndim)
-    given, x = jax.typeof(x), _primitive.gathered(name, "x", x, pixels)
+    types, x = [jax.typeof(x)], _primitive.gathered(name, "x", x, pixels)
     vectors = [
         _row_vector(name, argument, v, (channels,), x.dtype, "of the channels of x")
         for argument, v in (("scale", scale), ("bias", bias))
@@ -554,7 +555,7 @@ def group_norm(
         silu=activation is not None,
         implementation=choice,
     )[0]
-    return _sharded_as(given, pixels, y)
+    return _sharded_as(types, pixels, y)
 
 
 def check_activation(activation: Any) -> None:
@@ -581,7 +582,7 @@ def _norm(
     axes = _axes(name, axis, x.ndim, sort=False)
     if not axes:
         raise ValueError(f"{name}: axis must name an axis of x, got {axis!r}")
-    given, x = jax.typeof(x), _primitive.gathered(name, "x", x, axes)
+    types, x = [jax.typeof(x)], _primitive.gathered(name, "x", x, axes)
     if residual is not None:
         residual = _strong(_checks.as_array(name, "residual", residual))
         if residual.dtype != x.dtype:
@@ -593,6 +594,7 @@ def _norm(
             raise ValueError(
                 f"{name}: residual must have the shape of x, {x.shape}, got {residual.shape}"
             )
+        types.append(jax.typeof(residual))
         residual = _primitive.gathered(name, "residual", residual, axes)
         x, residual = _rows.joined(name, axes, x=x, residual=residual)
     sizes = tuple(x.shape[a] for a in axes)
@@ -610,7 +612,7 @@ def _norm(
         return jnp.transpose(a, order).reshape(rows)
 
     def from_rows(a: jax.Array) -> jax.Array:
-        return _sharded_as(given, axes, jnp.transpose(a.reshape(moved), inverse))
+        return _sharded_as(types, axes, jnp.transpose(a.reshape(moved), inverse))
 
     operands = [None if residual is None else to_rows(residual), *vectors]
     y, *total = _primitive.bind(
@@ -635,7 +637,7 @@ def _float_array(name: str, argument: str, operand: Any) -> jax.Array:
 
 
 def _epsilon(name: str, epsilon: Any) -> float:
-    if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real | np.number):
+    if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real):
         raise TypeError(
             f"{name}: epsilon must be a Python or NumPy number, since it is part of the program, "
             f"got {epsilon!r}"

@@ -64,17 +64,28 @@ sys.modules[new_context.__module__].make_ir_context = lambda: context_of(threadi
 compilers._FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in compilers._FLAGS)
 
 
-# The compiler of generated kernels reads a source from its standard input. A source that defines
-# these macros needs less of the headers. Precompiled, these are 10 and 19 MB instead of 42.
-MACROS = {"c": f"{source.WITHOUT_HALF}\n{source.MATH_OF_C}\n", "narrow": f"{source.WITHOUT_HALF}\n"}
+# Macros at the beginning of sources of kernels, by the folder with the headers that are precompiled
+# with them: 10 MB instead of 42, or 19 without the second line. Other sources of narrow results are
+# compiled with no such headers, since the macro must precede them.
+NARROW, NO_HALF = "#define JOF_NARROW_RESULTS\n", f"{source.WITHOUT_HALF}\n"
+MACROS = {
+    "narrow": f"{NARROW}{NO_HALF}{source.MATH_OF_C}\n",
+    "none": NARROW,
+    "c": f"{NO_HALF}{source.MATH_OF_C}\n",
+    "no-half": NO_HALF,
+}
+# The compiler of generated kernels reads a source from its standard input.
 COMPILER = """#!/bin/sh
-source=$(cat)
+case " $* " in
+  *" - "*) source=$(cat) ;;
+  *) exec {compiler} "$@" ;;
+esac
 case $source in
-  *"{c}"*) headers=c ;;
-  *"{narrow}"*) headers=narrow ;;
+{cases}
   *) headers=all ;;
 esac
-printf '%s\\n' "$source" | exec {compiler} -I{folder}/$headers -include first.h "$@"
+[ $headers = none ] || set -- -I{folder}/$headers -include first.h "$@"
+printf '%s\\n' "$source" | exec {compiler} "$@"
 """
 
 
@@ -91,31 +102,36 @@ def use_precompiled_headers():
     included = ["<math.h>", '"cpu/compiled.h"', '"common/traced.h"', '"cpu/compiled_rows.h"']
     headers = "".join(f"#include {name}\n" for name in [*included, '"cpu/messages.h"'])
     texts = {name: macros + headers for name, macros in [*MACROS.items(), ("all", "")]}
+    del texts["none"]
     parts = (compiler.target, compiler.identity, cache._headers_hash(), COMPILER, texts)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     folder = Path(__file__).resolve().parents[1] / "build" / "headers" / key
-    program = folder / "compiler-of-kernels"
+    name = "compiler-of-kernels"
+    if os.pathsep in str(folder):
+        return
     try:
-        if not program.exists():
+        if not folder.exists():
+            part = folder.with_suffix(f".{os.getpid()}")
             linked = compilers._LINKER_FLAGS.get(sys.platform, ())
             flags = [flag for flag in compiler._flags if flag not in linked]
             flags += ["-DJOF_CPU_ISA=generated", f"-I{_native.include_dir()}"]
-            for name, text in texts.items():
-                header = folder / name / "first.h"
-                header.parent.mkdir(parents=True, exist_ok=True)
+            for variant, text in texts.items():
+                header = part / variant / "first.h"
+                header.parent.mkdir(parents=True)
                 header.write_text(text)
-                part = header.with_suffix(f".{os.getpid()}")
-                command = [*compiler._command, *flags, "-x", "c++-header", header, "-o", part]
-                subprocess.run(command, check=True, capture_output=True)
-                part.replace(header.with_suffix(".h.gch"))
-            part = program.with_suffix(f".{os.getpid()}")
+                command = [*compiler._command, *flags, "-x", "c++-header", header]
+                subprocess.run([*command, "-o", f"{header}.gch"], check=True, capture_output=True)
+            cases = "\n".join(f'  *"{text}"*) headers={name} ;;' for name, text in MACROS.items())
             how = {"compiler": shlex.join(compiler._command), "folder": shlex.quote(str(folder))}
-            part.write_text(COMPILER.format(**MACROS, **how))
-            part.chmod(0o755)
-            part.replace(program)
+            (part / name).write_text(COMPILER.format(cases=cases, **how))
+            (part / name).chmod(0o755)
+            try:
+                part.rename(folder)
+            except OSError:  # another process was faster
+                shutil.rmtree(part)
     except (OSError, subprocess.CalledProcessError):  # not x86, no compiler, or a read-only folder
         return
-    os.environ["CXX"] = program.name
+    os.environ["CXX"] = name
     os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 

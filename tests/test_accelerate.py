@@ -666,81 +666,124 @@ def test_additions_at_pairs_that_xla_makes_by_the_same_atomics_stay_its(monkeypa
     assert swapped("float32")
 
 
-@pytest.mark.parametrize(
-    ("updates", "is_computed"),
-    [
-        ("stored", False),
-        ("product", True),
-        ("in a function", True),
-        ("gathered", True),
-        ("reshaped", True),
-        ("transposed", True),
-        ("a slice", True),
-        ("by a matrix product", False),
-        ("a sum", False),
-        ("used again", False),
-    ],
-)
-def test_updates_that_xla_computes_where_it_adds_them(updates, is_computed, monkeypatch):
+FUSED = "XLA computes the updates where it adds them, by atomics"
+
+
+@pytest.fixture
+def with_atomics(monkeypatch):
+    """Chooses as for a GPU without measurements, whose XLA adds float32 by atomics."""
     monkeypatch.delenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", raising=False)
     monkeypatch.setattr(_native, "available", lambda platform: True)
     monkeypatch.setattr(_compat, "adds_floats_by_loops", lambda: False)
 
-    def swapped(dtype="float32", rows=2**18, width=64, into=2**14, **how):
-        def f(x, ids):
-            made = {
-                "stored": lambda: x,
-                "product": lambda: x * x,
-                "in a function": lambda: jax.nn.silu(x),  # which jax.jit made
-                "gathered": lambda: x[ids],
-                "reshaped": lambda: (x * x).reshape(width, rows).reshape(rows, width),
-                "transposed": lambda: jnp.tanh(x.reshape(width, rows)).T,
-                "by a matrix product": lambda: x @ jnp.ones((width, width), dtype),
-                "a slice": lambda: jnp.concatenate([x, x], 1)[:, width // 2 : -width // 2],
-                "a sum": lambda: x + 1,
-                "used again": lambda: x * x,
-            }[updates]()
-            again = made + 1 if updates == "used again" else 0
-            return jnp.zeros((into, width), dtype).at[ids].add(made), again
 
-        types = jax.ShapeDtypeStruct((rows, width), dtype), jax.ShapeDtypeStruct((rows,), "int32")
-        accelerated = jof.accelerate(f, **how)
-        report = jof.explain(accelerated, *types, platform="cuda")
-        row = next(row for row in report.rows if row.operation == "scatter-add")
-        assert row.swapped or "XLA" in row.reason
-        return row.swapped
+def is_left(f, *args, **how) -> bool:
+    """Whether XLA computes the updates of the program's scatter where it adds them, or swaps it."""
+    report = jof.explain(jof.accelerate(f, **how), *args, platform="cuda")
+    (row,) = (row for row in report.rows if row.operation == "scatter-add")
+    assert row.swapped != (row.reason == FUSED)
+    return not row.swapped
 
-    assert swapped() is not is_computed
-    if updates == "gathered":  # the rule of gathered rows decides
+
+COMPUTED = {
+    "product": lambda x: x * x,
+    "square": jnp.square,
+    "quotient": lambda x: 1 / x,
+    "negative": jnp.negative,
+    "where": lambda x: jnp.where(x > 0, x, 0),
+    "cast": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
+    "exponential": jnp.exp,
+    "logistic": jax.nn.sigmoid,
+    "relu": jax.nn.relu,
+    "in a function": jax.nn.silu,  # which jax.jit made
+    "gathered": lambda x: x[:, ::-1][jnp.arange(len(x)) // 2],
+    "reshaped": lambda x: (x * x).reshape(x.shape[::-1]).reshape(x.shape),
+    "transposed": lambda x: jnp.tanh(x.reshape(x.shape[::-1])).T,
+    "slice": lambda x: jnp.concatenate([x, x], 1)[:, : x.shape[1]],
+}
+STORED = {
+    "operand": lambda x: x,
+    "matrix product": lambda x: x @ jnp.ones((x.shape[1],) * 2, x.dtype),
+    "sum": lambda x: x + 1,
+}
+
+
+def added(of_updates, width=64, into=2**14):
+    return lambda x, ids: jnp.zeros((into, width), x.dtype).at[ids].add(of_updates(x))
+
+
+def updates_of(rows=2**18, width=64, dtype="float32"):
+    types = ((rows, width), dtype), ((rows,), "int32")
+    return [jax.ShapeDtypeStruct(*t) for t in types]
+
+
+@pytest.mark.usefixtures("with_atomics")
+@pytest.mark.parametrize("name", [*COMPUTED, *STORED])
+def test_updates_that_xla_computes_where_it_adds_them(name):
+    f = (COMPUTED | STORED)[name]
+    report = jof.explain(added(f), *updates_of(), platform="cuda")
+    (row,) = (row for row in report.rows if row.operation == "scatter-add")
+    if name == "gathered":  # the rule of gathered rows
+        assert row.reason == "XLA fuses the gather with its sum, by atomics"
         return
-    assert swapped(rows=2**10, into=2**8) is not is_computed
-    assert swapped("bfloat16")  # XLA's are loops
-    assert swapped(width=32)
-    assert swapped(into=2)  # many updates for each row
-    assert swapped(deterministic=True)
+    assert (row.reason == FUSED) == (name in COMPUTED)
+    assert row.swapped == (name in STORED)
+
+
+@pytest.mark.usefixtures("with_atomics")
+def test_updates_that_kernels_add_although_xla_could_compute_them(monkeypatch):
+    def product(x):
+        return x * x
+
+    assert is_left(added(product, into=2**8), *updates_of(2**10))
+    assert is_left(added(product, into=2**20), *updates_of(2**20))  # larger than the cache
+    assert not is_left(added(product), *updates_of(dtype="bfloat16"))  # XLA's are loops
+    assert not is_left(added(product, 32), *updates_of(width=32))
+    assert not is_left(added(product, into=2), *updates_of())  # many updates for each row
+    assert not is_left(added(product), *updates_of(), deterministic=True)
+    for read in (lambda y: y + 1, lambda y: y @ jnp.ones((64, 64))):
+
+        def again(x, ids, read=read):
+            y = x * x
+            other = read(y)
+            return added(lambda y: y.reshape(64, -1).reshape(-1, 64))(y, ids), other
+
+        assert not is_left(again, *updates_of())
     monkeypatch.setattr(_compat, "adds_floats_by_loops", lambda: True)
-    assert swapped()
+    assert not is_left(added(product), *updates_of())
 
 
-def test_cotangents_that_xla_adds_up_where_it_scatters_them(monkeypatch):
-    monkeypatch.delenv("JAX_ONEFLOW_OPS_IMPLEMENTATION", raising=False)
-    monkeypatch.setattr(_native, "available", lambda platform: True)
-    monkeypatch.setattr(_compat, "adds_floats_by_loops", lambda: False)
-    table = jax.ShapeDtypeStruct((2**14, 64), "float32")
-    ids = jax.ShapeDtypeStruct((2**18,), "int32")
+@pytest.mark.usefixtures("with_atomics")
+def test_updates_over_explicit_axes_that_xla_computes_where_it_adds_them():
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        assert is_left(added(lambda x: x * x), *updates_of())
+        assert is_left(added(COMPUTED["reshaped"]), *updates_of())
+        assert not is_left(added(lambda x: x), *updates_of())
 
-    def swapped(of_rows, width=64):
-        def loss(x, w, ids):
-            return of_rows(x[ids], w).sum()
 
-        w = jax.ShapeDtypeStruct((64, width), "float32")
-        report = jof.explain(jax.grad(loss), table, w, ids, platform="cuda")
-        (row,) = (row for row in report.rows if row.operation == "scatter-add")
-        return row.swapped
+@pytest.mark.usefixtures("with_atomics")
+@pytest.mark.parametrize("tracebacks", [False, True])
+def test_cotangents_that_xla_adds_up_where_it_scatters_them(tracebacks):
+    table, (_, ids) = jax.ShapeDtypeStruct((2**14, 64), "float32"), updates_of()
+    w = jax.ShapeDtypeStruct((64, 64), "float32")
 
-    assert not swapped(lambda x, w: jnp.sin(x) * jnp.cos(x))  # two cotangents
-    assert not swapped(lambda x, w: jnp.concatenate([x, x], 1) @ jnp.concatenate([w, w]))
-    assert swapped(lambda x, w: x @ w)
+    def gradient(of_rows):
+        return jax.grad(lambda table, w, ids: of_rows(table[ids], w).sum())
+
+    def my_add_any(x):
+        return x + 1
+
+    before = jax.config.jax_include_full_tracebacks_in_locations
+    jax.config.update("jax_include_full_tracebacks_in_locations", tracebacks)
+    try:
+        assert is_left(gradient(lambda x, w: jnp.sin(x) * (x @ w)), table, w, ids)
+        joined = gradient(lambda x, w: jnp.concatenate([x, x], 1) @ jnp.concatenate([w, w]))
+        assert is_left(joined, table, w, ids)
+        assert not is_left(gradient(lambda x, w: x @ w), table, w, ids)
+        assert not is_left(added(my_add_any), *updates_of())
+    finally:
+        jax.config.update("jax_include_full_tracebacks_in_locations", before)
 
 
 def test_programs_compute_the_same():

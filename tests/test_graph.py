@@ -513,6 +513,8 @@ def test_messages_are_numbers():
     ids = jnp.array([1, 0])
     with pytest.raises(TypeError, match="message_sum: fun must return numbers, got booleans"):
         jof.message_sum(lambda x: x > 0, (jnp.ones((2, 3)),), ids, ids, num_segments=2)
+    largest = jof.message_max(lambda x: x > 0, (jnp.ones((2, 3)),), ids, ids, num_segments=2)
+    np.testing.assert_array_equal(largest, np.ones((2, 3), bool))
 
 
 def test_plans_are_compared_by_identity():
@@ -814,6 +816,22 @@ def test_gradient_of_senders_out_of_range():
         lambda x, w: x * w * (2 + 1j),  # there are no kernels for complex numbers
     ):
         jax.tree.map(np.testing.assert_allclose, both(jof.message_sum, fun), both(in_jnp, fun))
+
+
+def test_gradient_of_receivers_out_of_range():
+    """Also of complex messages, for which there are no kernels."""
+    senders, receivers = np.array([0, 1]), np.array([0, 5])
+    tables = jnp.array([[2.0], [3.0]]), jnp.array([[1.0], [0.0]])
+
+    def both(reduce, factor):
+        def loss(*tables):
+            y = reduce(lambda a, b: factor * a / b, tables, senders, receivers, num_segments=2)
+            return jnp.sum(y.real)
+
+        return jax.jit(jax.grad(loss, 1))(*tables)
+
+    for factor in (1, 1 + 1j):
+        np.testing.assert_allclose(both(jof.message_sum, factor), both(in_jnp, factor))
 
 
 def test_attention_to_senders_out_of_range():

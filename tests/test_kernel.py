@@ -2035,3 +2035,14 @@ def test_export_of_the_gradient_of_a_broadcast_operand(shapes):
     specs = jax.export.symbolic_args_specs((x, b), shapes)
     export = jax.export.export(jax.jit(gradient), disabled_checks=jof.export_checks())(*specs)
     np.testing.assert_allclose(export.call(x, b), gradient(x, b), 1e-6)
+
+
+@cpu_only
+def test_macros_of_sources_precede_precompiled_headers():
+    """The compiler that conftest.py sets must not change what a source computes."""
+    for macro, size in (("", 4), ("#define JOF_NARROW_RESULTS\n", 2)):
+        for others in ("", "#define JOF_WITHOUT_HALF\n"):
+            text = f'{macro}{others}#include "common/traced.h"\n'
+            compilers.CppCompiler().compile(
+                text + f"static_assert(sizeof(jof_expression::jof_Rounded) == {size});"
+            )

@@ -1134,6 +1134,18 @@ def test_results_of_rows_have_the_type_of_their_operand(name, spec):
             assert jax.typeof(reference(sharded)) == jax.typeof(f(sharded))
 
 
+@pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
+@pytest.mark.parametrize("specs", [(P("a"), P(None, None, "b")), (P(), P("b", None, "a"))])
+@pytest.mark.parametrize("swaps", [False, True])
+def test_the_sharding_of_a_residual_is_that_of_the_sum(specs, swaps):
+    x = integers((8, 8, 8), dtype=np.float32)
+    with mesh_of("explicit") as mesh:
+        xs = put(mesh, specs[::-1] if swaps else specs, (x, x))
+        expected = jax.typeof(jnp.add(*xs))
+        for y in jax.jit(lambda x, r: jof.layer_norm(x, residual=r))(*xs):
+            assert jax.typeof(y) == expected
+
+
 def along(f):
     """The derivative of f in the direction of its operands."""
     return lambda *xs: jax.jvp(f, xs, xs)[1]

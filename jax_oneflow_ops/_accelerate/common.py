@@ -1,7 +1,7 @@
 """What all rules ask: whether they apply to an operation, and whether kernels may run there."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import jax
@@ -55,16 +55,27 @@ def why_no_kernels(ctx: Any, platform: str) -> str | None:
     return None
 
 
-def is_made_by(ctx: Any, value: Any, *names: str) -> bool:
-    """Whether one of these operations of StableHLO computes a value, or JAX's "add_any".
+def is_made_by(ctx: Any, value: Any, names: Container[str], *, alone: bool = False) -> bool:
+    """Whether a value is the result of an operation with one of these names: see `name_of_maker`.
 
-    Looks through reshapes, transpositions and calls of functions.
+    Looks through reshapes, transpositions and calls of functions. With `alone`, no operation so far
+    may read the value.
     """
-    place = Place(value).source(ctx)
-    while before := place.operands("stablehlo.reshape", "stablehlo.transpose"):
-        place = before[0].source(ctx)
-    is_own = "add_any" in names and _compat.is_sum_of_cotangents(place.value)
-    return is_own or bool(place.operands(*(f"stablehlo.{name}" for name in names)))
+    reads = 0  # of what was looked through
+    place = Place(value)
+    while True:
+        if alone and _compat.count_uses(place.value) > reads:
+            return False
+        passed = place.across_call(ctx)
+        if passed is None:
+            own = _compat.without_constraints(place.value)
+            passed = Place(own, place.calls) if own != place.value else None
+        if passed is None:
+            before = place.operands("stablehlo.reshape", "stablehlo.transpose")
+            passed = before[0] if before else None
+        if passed is None:
+            return _compat.name_of_maker(place.value) in names
+        place, reads = passed, 1
 
 
 def lower(

@@ -133,7 +133,7 @@ class Product:
             for x, aval, more in zip(
                 self.operands, avals, (padding.left, padding.right), strict=True
             )
-            if any(more) and not common.is_made_by(self.ctx, x, *_WRITE_PADDING)
+            if any(more) and not common.is_made_by(self.ctx, x, _WRITE_PADDING)
         ]
         if any(padding.result) and not self._is_enlarging:
             copied.append(result)

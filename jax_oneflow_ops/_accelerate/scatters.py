@@ -205,12 +205,16 @@ def _message(
     return gathers.message_of(rows, ctx, source)
 
 
-# XLA computes these where it adds updates. Sums of a program are left out: they are often the state
-# of a network, which is stored for other operations, too. The scatter of a gradient is the only
-# operation that reads a sum of cotangents.
-_MAKES_UPDATES = (
-    *("multiply", "divide", "negate", "select", "convert", "slice", "gather", "add_any"),
-    *("exponential", "logistic", "tanh", "maximum", "minimum"),
+# XLA computes the results of these in the loop that adds them. Additions are left out: their result
+# is often the state of a network, which other operations read too. Sums of cotangents are included:
+# only the scatter reads them.
+_FUSED = frozenset(
+    (
+        *("abs", "cbrt", "ceil", "clamp", "convert", "cosine", "divide", "exponential"),
+        *("exponential_minus_one", "floor", "gather", "log", "log_plus_one", "logistic"),
+        *("maximum", "minimum", "multiply", "negate", "power", "rsqrt", "select", "sign", "sine"),
+        *("slice", "sqrt", "square", "tan", "tanh", "erf", _compat.SUM_OF_COTANGENTS),
+    )
 )
 
 _IN_ONE_PASS = "sums along two axes in one pass, without the array between them"
@@ -348,7 +352,7 @@ def _choose(
             return _Choice(
                 "by several indices, which XLA computes where it adds, by atomics as well"
             )
-        if not _compat.count_uses(updates) and common.is_made_by(ctx, updates, *_MAKES_UPDATES):
+        if common.is_made_by(ctx, updates, _FUSED, alone=True):
             return _Choice("XLA computes the updates where it adds them, by atomics")
     how = {"num_segments": rows.count, "indexing": rows.read(deterministic)}
     call: Any = "always swapped: only sums were measured against XLA"
@@ -385,7 +389,7 @@ def _atomics_pay(
     if not problem.has_known_sizes():
         return False
     if rows.is_plain:
-        return not _scatter_policy.stored_updates_pay(problem)
+        return _scatter_policy.fused_atomics_pay(problem)
     return _scatter_policy.is_atomic_in_place(problem)
 
 
