@@ -38,6 +38,7 @@ apply_primitive = dispatch.apply_primitive
 # release 0.8 is not a subclass.
 NUMPY_TYPES: tuple[type[Any], ...] = (np.ndarray, np.generic, literals.TypedNdArray)
 ARRAY_TYPES: tuple[type[Any], ...] = (jax.Array, *NUMPY_TYPES)
+OPERAND_TYPES: tuple[type[Any], ...] = (*ARRAY_TYPES, jax.Ref)  # of programs
 
 
 # Makes operands vary over the same axes inside a `shard_map`, as jax's own functions of several
@@ -241,11 +242,16 @@ def are_static(fun: Any, args: Any, kwargs: dict[str, Any]) -> list[bool]:
     """
     own_args, own_kwargs = getattr(fun.trace(*args, **kwargs), "args_info", ((), {}))
     some_are = len(own_args) < len(args)
-    found = [some_are and not isinstance(x, ARRAY_TYPES) for x in jax.tree.leaves(args)]
+    found = [some_are and not isinstance(x, OPERAND_TYPES) for x in jax.tree.leaves(args)]
     for name in sorted(kwargs):  # as jax orders leaves
         leaves = jax.tree.leaves(kwargs[name])
-        found += [name not in own_kwargs and not isinstance(x, ARRAY_TYPES) for x in leaves]
+        found += [name not in own_kwargs and not isinstance(x, OPERAND_TYPES) for x in leaves]
     return found
+
+
+def changes_mutable_arrays(jaxpr: Any) -> bool:
+    """Whether a program writes to mutable arrays, which are arguments or captured."""
+    return any(type(e).__name__ in ("WriteEffect", "AccumEffect") for e in jaxpr.effects)
 
 
 def in_mesh_axes(x: Any, mesh: Any) -> Any | None:

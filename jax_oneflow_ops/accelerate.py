@@ -58,10 +58,11 @@ def accelerate(
       fun: a function to run accelerated, or a bool: whether to accelerate inside a ``with``
         statement. The innermost choice wins. A gradient is accelerated if its function is.
       tune: times the program with kernels and without when it is first called with arguments of new
-        shapes, on copies of them. It runs without kernels unless they gain more than 2 %. The times
-        are stored in the folder of compiled kernels (:class:`ElementwiseKernel` says where), and
-        logged by the logger "jax_oneflow_ops". Call the result outside `jax.jit`, in a program of
-        one process. A function that `jax.jit` did not return is compiled as one program.
+        shapes, on copies of them. It runs without kernels unless they gain more than 2 %, and if it
+        writes to mutable arrays. The times are stored in the folder of compiled kernels
+        (:class:`ElementwiseKernel` says where), and logged by the logger "jax_oneflow_ops". Call
+        the result outside `jax.jit`, in a program of one process. A function that `jax.jit` did not
+        return is compiled as one program.
       fuse: also computes chains of elementwise operations in 16-bit dtypes in one kernel each, as
         :func:`fuse` does, where such chains were measured to gain. Pass a function, not a ``with``
         statement. It is traced as by `jax.jit`, and has to be pure. Chains stay as they are in

@@ -1796,6 +1796,38 @@ def test_tuning_runs_on_copies(monkeypatch, tmp_path):
     assert state["x"].is_deleted()  # the call itself donated it
 
 
+def test_a_tuned_step_that_changes_mutable_arrays_is_not_timed(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))
+    total = jax.new_ref(jnp.zeros(()))
+
+    def passed(counts, ids):
+        counts[...] = counts[...].at[ids].add(1.0)
+        return counts[...].sum()
+
+    def captured(ids):
+        total[...] += ids.sum()
+        return ids
+
+    counts = jax.new_ref(jnp.zeros(4))
+    ids = jnp.array([0, 2, 2])
+    assert jof.accelerate(passed, tune=True)(counts, ids) == 3
+    np.testing.assert_array_equal(counts[...], [1, 0, 2, 0])
+    np.testing.assert_array_equal(jof.accelerate(captured, tune=True)(ids), ids)
+    assert total[...] == 4
+    assert caplog.text.count("it would change mutable arrays") == 2
+    assert not [*tmp_path.iterdir()]
+
+
+def test_tuned_for_mutable_arrays_of_each_shape(measured):
+    def read(x, ids):
+        return x[...][ids]
+
+    tuned = jof.accelerate(read, tune=True)
+    for n in (3, 5, 5, 7):
+        np.testing.assert_array_equal(tuned(jax.new_ref(jnp.arange(n)), jnp.array([1])), [1])
+    assert len(measured.calls) == 3
+
+
 def test_a_tuned_method_needs_to_be_jitted(measured):
     class Model:
         @functools.partial(jof.accelerate, tune=True)

@@ -246,6 +246,22 @@ def test_the_environment_variable_switches_it_off(of_any_size, monkeypatch):
     assert "f32" not in text  # XLA's fallback for a kernel would contain it
 
 
+def test_mutable_arrays_are_arguments_as_for_jit():
+    traced = []
+
+    def add(x, by):
+        traced.append(by)
+        x[...] += by
+        return x[...]
+
+    fused = jof.accelerate(add, fuse=True)
+    for _ in range(3):
+        x = jax.new_ref(jnp.ones(3))
+        np.testing.assert_array_equal(fused(x, jnp.ones(3)), [2, 2, 2])
+        np.testing.assert_array_equal(x[...], [2, 2, 2])
+    assert len(traced) == 1
+
+
 def test_numbers_are_arguments_as_for_jit():
     traced = []
 

@@ -255,7 +255,7 @@ def program(fun: Any) -> Callable[..., Any]:
     is_jitted = hasattr(fun, "trace")
 
     def made_for(
-        args: Any, kwargs: Any, taken_types: tuple[type[Any], ...] = _compat.ARRAY_TYPES
+        args: Any, kwargs: Any, taken_types: tuple[type[Any], ...] = _compat.OPERAND_TYPES
     ) -> tuple[Callable[..., Any], Any, Any]:
         """The program for arguments like these, and the arguments that it takes."""
         leaves, tree = jax.tree.flatten((args, kwargs))
@@ -312,7 +312,7 @@ def program(fun: Any) -> Callable[..., Any]:
         for name in ("lower", "trace", "eval_shape"):
 
             def method(*args: Any, name: str = name, **kwargs: Any) -> Any:
-                types = (*_compat.ARRAY_TYPES, jax.ShapeDtypeStruct)
+                types = (*_compat.OPERAND_TYPES, jax.ShapeDtypeStruct)
                 own, taken_args, taken_kwargs = made_for(args, kwargs, types)
                 return getattr(own, name)(*taken_args, **taken_kwargs)
 

@@ -44,7 +44,7 @@ def tuned(plain: Any, accelerated: Callable[..., Any], how: str) -> Callable[...
             try:
                 are_static[kinds] = _compat.are_static(plain, args, kwargs)
             except TypeError as error:
-                arrays = *_compat.ARRAY_TYPES, bool, int, float, complex
+                arrays = *_compat.OPERAND_TYPES, bool, int, float, complex
                 others = {type(x).__name__ for x in leaves if not isinstance(x, arrays)}
                 if not others:
                     raise
@@ -75,7 +75,7 @@ def _kind(leaf: Any) -> str:
         return f"{jax.typeof(leaf)} {leaf.sharding}"
     return (
         f"{leaf.dtype}{leaf.shape}"
-        if isinstance(leaf, _compat.ARRAY_TYPES)
+        if isinstance(leaf, _compat.OPERAND_TYPES)
         else type(leaf).__name__
     )
 
@@ -91,7 +91,11 @@ def _is_faster(plain: Any, accelerated: Any, kinds: str, args: Any, kwargs: Any)
             "accelerate: tune=True works in one process: others might choose otherwise. Remedy: "
             "tune in one process, and pass tune=False where there are many"
         )
-    text = _without_addresses(str(_compat.jaxpr_of(plain.trace(*args, **kwargs))))
+    jaxpr = _compat.jaxpr_of(plain.trace(*args, **kwargs))
+    if _compat.changes_mutable_arrays(jaxpr):
+        _log.warning("accelerate: runs as it is, since timing it would change mutable arrays")
+        return False
+    text = _without_addresses(str(jaxpr))
     device = jax.devices()[0].device_kind
     asked = str(_native.choose_implementation("accelerate", None))  # from the environment
     parts = (text, kinds, device, str(jax.device_count()), asked, *_versions())
