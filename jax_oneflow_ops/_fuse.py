@@ -72,9 +72,8 @@ def fuse(fun: Callable[P, R], *, partial: bool = False) -> "Fused[P, R]":
       multiplication by its inverse, within 2 ulp. The sum of two terms may be the sum of their
       sums, and ``x + x * tanh(y)`` is ``x * (1 + tanh(y))``. Powers of two are moved out of
       products. Near the largest and smallest numbers this may overflow, or give 0, and if a number
-      is or becomes infinite it may give infinity in place of NaN, or NaN, although
-      jnp's order of operations does not. The sum of ``x - mean(x)`` over a row is 0, even if the
-      row contains NaN.
+      is or becomes infinite it may give infinity in place of NaN, or NaN, although jnp's order of
+      operations does not. The sum of ``x - mean(x)`` over a row is 0, even if the row contains NaN.
 
     Differentiation:
       Derivatives are those of `fun`, of any order, in forward and reverse mode, including

@@ -366,7 +366,7 @@ def _sharded_as(types: Sequence[Any], axes: Sequence[int], y: jax.Array) -> jax.
     used = {axis for a, e in enumerate(own.spec) if a not in axes for axis in _compat.names_of(e)}
     spec = [*own.spec]
     for a in axes:
-        entry = next((spec[a] for spec in specs if spec[a] is not None), None)
+        entry = next((given[a] for given in specs if given[a] is not None), None)
         spec[a] = entry if used.isdisjoint(_compat.names_of(entry)) else None
         used.update(_compat.names_of(spec[a]))
     return _compat.resharded(y, jax.typeof(y), spec)

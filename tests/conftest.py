@@ -92,8 +92,7 @@ printf '%s\\n' "$source" | exec {compiler} "$@"
 def use_precompiled_headers():
     """Precompiles the headers of generated kernels, once for this and later runs.
 
-    Hundreds of kernels then compile in a third of the time. test_kernel.py compiles some as users
-    do.
+    Hundreds of kernels then compile in less time. test_kernel.py compiles some as users do.
     """
     os.environ["JOF_TEST_CXX"] = os.environ.get("CXX", "c++")  # for code that is not a kernel
     if "CXX" in os.environ:

@@ -186,12 +186,5 @@ def _last_in_memory(operand: Any, rank: int) -> int:
 
 # XLA computes these in a loop over the elements of the result, which can write the padding.
 _WRITE_PADDING = (
-    "add",
-    "subtract",
-    "multiply",
-    "divide",
-    "negate",
-    "select",
-    "convert",
-    "exponential",
+    *("add", "subtract", "multiply", "divide", "negate", "select", "convert", "exponential"),
 )

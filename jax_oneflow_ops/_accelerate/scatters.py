@@ -347,13 +347,10 @@ def _choose(
         return _Choice("sharded: the partitioner decides what a device has", rows)
     if platform == "cpu" and (reason := _why_not_on_cpu(reduction, rows, operand.dtype)):
         return _Choice(reason)
-    if not deterministic and _atomics_pay(reduction, rows, is_fresh, operand.dtype, platform):
-        if not rows.is_plain:
-            return _Choice(
-                "by several indices, which XLA computes where it adds, by atomics as well"
-            )
-        if common.is_made_by(ctx, updates, _FUSED, alone=True):
-            return _Choice("XLA computes the updates where it adds them, by atomics")
+    if not deterministic and (
+        reason := _why_atomics_pay(reduction, rows, ctx, updates, is_fresh, platform)
+    ):
+        return _Choice(reason)
     how = {"num_segments": rows.count, "indexing": rows.read(deterministic)}
     call: Any = "always swapped: only sums were measured against XLA"
     if is_sum:
@@ -367,30 +364,39 @@ def _choose(
     return _Choice(decision.reason, decision=decision)
 
 
-def _atomics_pay(
-    reduction: _Reduction, rows: _scatter_rows.Rows, is_fresh: bool, dtype: Any, platform: str
-) -> bool:
-    """Whether XLA is faster where it computes ids or updates in the loop that adds the updates.
+def _why_atomics_pay(
+    reduction: _Reduction,
+    rows: _scatter_rows.Rows,
+    ctx: Any,
+    updates: Any,
+    is_fresh: bool,
+    platform: str,
+) -> str | None:
+    """Why XLA is faster if it computes ids or updates in the loop that adds the updates, or None.
 
     Kernels need arrays of them. 1M rows of 8 f32, added at pairs of indices, take 24 us in XLA on
     an H200, where the kernel, which uses atomics as well, takes 29.
     """
+    dtype = ctx.avals_in[0].dtype
     is_measured = platform == "cuda" and dtype == jnp.float32
     if not is_measured or _compat.adds_floats_by_loops():
-        return False
+        return None
     if reduction.reducer != "add" or reduction.negative:
-        return False
+        return None
     if is_fresh and _columns(rows, platform, dtype) is not None:
-        return False
+        return None
     shared = not rows.batch_of_ids
-    problem = _scatter_policy.Problem(
-        *(platform, *rows.problem, dtype), shared=shared, is_sorted=rows.indices_are_sorted
-    )
+    problem = _scatter_policy.Problem(platform, *rows.problem, dtype, shared=shared)
     if not problem.has_known_sizes():
-        return False
-    if rows.is_plain:
-        return _scatter_policy.fused_atomics_pay(problem)
-    return _scatter_policy.is_atomic_in_place(problem)
+        return None
+    if not rows.is_plain:
+        is_atomic = _scatter_policy.is_atomic_in_place(problem)
+        reason = "by several indices, which XLA computes where it adds, by atomics as well"
+        return reason if is_atomic else None
+    if not _scatter_policy.fused_atomics_pay(problem):
+        return None
+    is_fused = common.is_made_by(ctx, updates, _FUSED, alone=True)
+    return "XLA computes the updates where it adds them, by atomics" if is_fused else None
 
 
 def _columns(
