@@ -49,7 +49,7 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from jax.interpreters import mlir  # noqa: E402
 
-from jax_oneflow_ops import _native, _policy  # noqa: E402
+from jax_oneflow_ops import _native, _policy, _primitive  # noqa: E402
 from jax_oneflow_ops._codegen import cache, compilers, source  # noqa: E402
 
 gc.freeze()
@@ -200,6 +200,13 @@ def pytest_collection_modifyitems(config, items):
 # test_policy.py tests the choice.
 _measurements = _policy.tables
 _policy.tables = dict
+
+
+@pytest.fixture(autouse=True)
+def every_warning():
+    """Forgets which warnings were issued in this process, so that each test sees its own."""
+    _primitive._warned.clear()
+    _native.warn_of_fallback.cache_clear()
 
 
 @pytest.fixture

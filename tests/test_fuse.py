@@ -1147,8 +1147,6 @@ def test_without_a_compiler(monkeypatch, tmp_path):
     if jax.default_backend() != "cpu":
         pytest.skip("about the C++ compiler")
     f = jof.fuse(lambda x, b: jnp.exp(x) * 2 - b)
-    jof_native = pytest.importorskip("jax_oneflow_ops._native")
-    jof_native.warn_of_fallback.cache_clear()
     x, b = normals(3, 8, dtype=jnp.bfloat16), normals(8)
     with pytest.warns(RuntimeWarning, match="no-such-compiler"):
         y = f(x, b)

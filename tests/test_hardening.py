@@ -234,11 +234,9 @@ def unfit_gpu(monkeypatch):
     device = types.SimpleNamespace(compute_capability="7.5", device_kind="NVIDIA T4")
     monkeypatch.setitem(_native._loaded, "cuda", module)
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: [device])
-    for cached in (_native._cuda_problem, _native.warn_of_fallback):
-        cached.cache_clear()
+    _native._cuda_problem.cache_clear()
     yield
-    for cached in (_native._cuda_problem, _native.warn_of_fallback):
-        cached.cache_clear()
+    _native._cuda_problem.cache_clear()
 
 
 def lowered(platform: str, f, *shape: int) -> str:
