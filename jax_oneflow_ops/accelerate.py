@@ -138,7 +138,7 @@ def accelerate(
     if isinstance(fun, bool):
         return Scope(value)
     fun = _as_function(fun)
-    plain: Any = jax.jit(fun) if tune and not hasattr(fun, "trace") else fun
+    plain: Any = jax.jit(fun) if tune and not common.is_jitted(fun) else fun
     if fuse:
         from jax_oneflow_ops._accelerate import chains  # imported lazily: few programs need it
 
@@ -151,7 +151,7 @@ def accelerate(
         return accelerated
     from jax_oneflow_ops._accelerate import tune as tuning  # imported lazily: few programs need it
 
-    return tuning.tuned(plain, accelerated, value)
+    return tuning.tuned(Scope(_compat.OFF)(plain), accelerated, value)
 
 
 def explain(
@@ -205,7 +205,9 @@ def _as_function(fun: Any) -> Any:
 
     Python passes the attributes of a method on to a bound method, so its `trace` takes `self`.
     """
-    if not isinstance(fun, types.MethodType) or not hasattr(fun, "trace"):
+    from jax_oneflow_ops._accelerate import common  # lazily, as in `accelerate`
+
+    if not isinstance(fun, types.MethodType) or not common.is_jitted(fun):
         return fun
     of: Any = fun.__func__
     own: Any = functools.partial(of, fun.__self__)

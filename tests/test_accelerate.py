@@ -1818,6 +1818,39 @@ def test_a_tuned_step_that_changes_mutable_arrays_is_not_timed(monkeypatch, tmp_
     assert not [*tmp_path.iterdir()]
 
 
+def test_tuned_inside_another_scope(monkeypatch, tmp_path):
+    """The step without kernels has none, whatever surrounds it."""
+    monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))
+    programs = []
+
+    def times(functions, args, kwargs):
+        programs.extend(lowered_targets(f.lower(*args, **kwargs).as_text()) for f in functions)
+        return [1.0, 2.0]  # seconds without kernels and with them
+
+    monkeypatch.setattr(tune, "_times", times)
+    with jof.accelerate():
+        jof.accelerate(adds, tune=True)(TABLE, IDS)
+    assert [sum(found.values()) for found in programs] == [0, 1]
+
+
+class Named:
+    """Has a method of its own with the name of one that `jax.jit` adds to functions."""
+
+    def __call__(self, table, ids):
+        return adds(table, ids)
+
+    def trace(self):
+        return 0
+
+
+@pytest.mark.parametrize("options", [{}, {"tune": True}, {"fuse": True}], ids=str)
+def test_a_callable_with_a_method_named_trace(measured, options):
+    step = jof.accelerate(Named(), **options)
+    np.testing.assert_array_equal(step(TABLE, IDS), adds(TABLE, IDS))
+    (row,) = jof.explain(Named(), TABLE, IDS).rows
+    assert row.operation == "scatter-add"
+
+
 def test_tuned_for_mutable_arrays_of_each_shape(measured):
     def read(x, ids):
         return x[...][ids]

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_oneflow_ops import _compat, _fuse, _native, _policy
+from jax_oneflow_ops._accelerate import common
 from jax_oneflow_ops._codegen import parts, scalars
 from jax_oneflow_ops._codegen.primitive import MAX_OPERANDS
 from jax_oneflow_ops._codegen.traced import FusionError
@@ -252,7 +253,7 @@ def program(fun: Any) -> Callable[..., Any]:
     `jax.jit` made, and other objects, are parts of the program.
     """
     made: dict[Any, Callable[..., Any]] = {}
-    is_jitted = hasattr(fun, "trace")
+    is_jitted = common.is_jitted(fun)
 
     def made_for(
         args: Any, kwargs: Any, taken_types: tuple[type[Any], ...] = _compat.OPERAND_TYPES

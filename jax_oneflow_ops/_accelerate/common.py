@@ -15,6 +15,11 @@ ON, DETERMINISTIC = "on", "deterministic"
 FUSE, FUSED = "+fuse", "+fused"
 
 
+def is_jitted(fun: Any) -> bool:
+    """Whether `jax.jit` made a function, or something that wraps one and has its methods."""
+    return all(callable(getattr(fun, name, None)) for name in ("lower", "trace"))
+
+
 def mode(ctx: Any) -> str | None:
     """The mode of the scope in which an operation was traced; None outside of scopes."""
     scope = _compat.scope_of(ctx)

@@ -60,7 +60,7 @@ def report_on(fun: Any, args: Any, kwargs: Any, platform: str | None) -> Report:
     try:
         of_another = _native.assumed(lowered_for if platform else None)
         with of_another, Scope(common.ON, str(next(_explained))):  # traced and lowered anew
-            jitted: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
+            jitted: Any = fun if common.is_jitted(fun) else jax.jit(fun)
             traced = jitted.trace(*args, **kwargs)
             jaxpr = _compat.jaxpr_of(traced)
             try:

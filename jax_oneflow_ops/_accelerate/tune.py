@@ -25,7 +25,8 @@ _log = logging.getLogger("jax_oneflow_ops")
 def tuned(plain: Any, accelerated: Callable[..., Any], how: str) -> Callable[..., Any]:
     """A function that runs the faster one of two, which it times for each new kind of arguments.
 
-    `plain` is a function made by `jax.jit`. `how` says how `accelerated` was made from it.
+    `plain` is a function made by `jax.jit`, without kernels also inside an outer scope. `how` says
+    how `accelerated` was made from it.
     """
     chosen: dict[str, Callable[..., Any]] = {}
     are_static: dict[str, list[bool]] = {}  # by kind: the arguments whose values matter
@@ -51,7 +52,7 @@ def tuned(plain: Any, accelerated: Callable[..., Any], how: str) -> Callable[...
                 raise TypeError(
                     f"accelerate: tune=True needs arrays as arguments, got {', '.join(others)}. "
                     "Remedy: jof.accelerate(jax.jit(fun, static_argnums=...), tune=True), or "
-                    "capture them in a closure"
+                    "capture them in a closure; split modules of equinox with eqx.partition"
                 ) from error
         if any(are_static[kinds]):
             values = [x for x, yes in zip(leaves, are_static[kinds], strict=True) if yes]
