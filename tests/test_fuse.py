@@ -1141,6 +1141,37 @@ def test_transformations(monkeypatch):
     assert not targets(lambda x: f(x, 2.0), x)
 
 
+def table(x):
+    """A constant that XLA computes, since it is a cumulative sum."""
+    c = jnp.arange(x.shape[-1], dtype=x.dtype)
+    for _ in range(60):
+        c = 0.25 * c + 0.25 * c
+    return x + jnp.cumsum(c)
+
+
+def of_two_terms(x):
+    a, b = x / x.max(-1, keepdims=True), jnp.sin(x)
+    for _ in range(60):
+        a, b = b, 0.4 * (a + b)
+    return b.sum(-1)
+
+
+def squared(x):
+    y = x / (x * x).max(-1, keepdims=True)
+    for _ in range(60):
+        y = jnp.exp2(-y) * y * y
+    return (y - y.mean(-1, keepdims=True)).sum(-1)
+
+
+@pytest.mark.parametrize("f", [table, of_two_terms, squared])
+def test_values_that_are_reached_on_many_paths(f):
+    """There are 2^60 paths: a search that follows each of them does not end."""
+    x = normals(3, 7) + 3
+    assert_close(jof.fuse(f)(x), f(x), 1e-5, 1e-5)
+    ours, expected = (jax.grad(lambda x, g=g: g(x).sum())(x) for g in (jof.fuse(f), f))
+    assert_close(ours, expected, 1e-4, 1e-5)
+
+
 def test_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")

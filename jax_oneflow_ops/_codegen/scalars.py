@@ -332,27 +332,21 @@ def _plan(
 
 def _constants(jaxpr: Any, eqn: Any, sources: Mapping[Any, Any]) -> list[Constant] | None:
     """Computes the results of an equation with XLA; None if it depends on an argument."""
-    made_by = {var: e for e in jaxpr.eqns for var in e.outvars}
     known: dict[Any, Any] = {
         var: source.array for var, source in sources.items() if isinstance(source, Constant)
     }
 
-    def before(eqn: Any) -> dict[int, Any] | None:
-        """The equations to compute, in order, by id; None if one needs an argument."""
-        found: dict[int, Any] = {}
-        for atom in eqn.invars:
-            if _compat.is_literal(atom) or atom in known:
-                continue
-            earlier = before(made_by[atom]) if atom in made_by else None
-            if earlier is None:
-                return None
-            found |= earlier
-        return found | {id(eqn): eqn}
+    def unknown(eqn: Any) -> set[Any]:
+        return {x for x in eqn.invars if not _compat.is_literal(x) and x not in known}
 
-    eqns = before(eqn)
-    if eqns is None:
+    eqns, needed = [eqn], unknown(eqn)
+    for each in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(each.outvars):
+            eqns.append(each)
+            needed = needed.difference(each.outvars) | unknown(each)
+    if needed:
         return None
-    for each in eqns.values():
+    for each in reversed(eqns):
         args = [x.val if _compat.is_literal(x) else known[x] for x in each.invars]
         known.update(zip(each.outvars, _compat.bind_equation(each, args), strict=True))
     return [Constant(known[var], var.aval.dtype) for var in eqn.outvars]

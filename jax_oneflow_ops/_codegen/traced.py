@@ -195,6 +195,10 @@ class Program:
         self.stage: list[int] = []
         self._known: dict[Value, int] = {}
         self._numbers: dict[int, float] = {}  # literals
+        # Results of the methods of these names: a value is reached on many paths.
+        self._sums: dict[tuple[int, Any], int] = {}
+        self._stages_in_parts: dict[int, int] = {}
+        self._row_factors: dict[int, tuple[int | None, int]] = {}
         flat, consts = _compat.jaxpr_and_consts(jaxpr)
         inputs = [
             self.add("input", str(var.aval.dtype), (), str(i), bool(var.aval.shape))
@@ -317,20 +321,25 @@ class Program:
         depend on other sums. A sum of differences from the mean is 0; derivatives of a variance
         contain such a sum.
         """
+        if (x, size) in self._sums:
+            return self._sums[x, size]
         dtype, value = self.values[x].dtype, self.values[x]
+        terms = value.args if value.kind in ("add", "sub") else ()
         factor, rest = self._row_factor(x)
-        if factor is not None:
-            return _EMITTERS["mul"](self, {}, [factor, self._sum(rest, size)], dtype)
-        if value.kind == "sub" and self._is_mean(value.args[1], value.args[0], size):
-            return self.literal(0, dtype)
-        if value.kind in ("add", "sub"):
-            (f, first), (g, second) = map(self._row_factor, value.args)
+        if terms:
+            (f, first), (g, second) = map(self._row_factor, terms)
             if f is not None and f == g:  # a sum of differences keeps what terms cancel
-                rest = _plain[value.kind](self, {}, [first, second], dtype)
-                return _EMITTERS["mul"](self, {}, [f, self._sum(rest, size)], dtype)
-        if value.kind in ("add", "sub") and self._stage_in_parts(x) < self.stage[x]:
-            return _plain[value.kind](self, {}, [self._sum(k, size) for k in value.args], dtype)
-        return self.add("reduce_sum", dtype, [x], REDUCTIONS["reduce_sum"])
+                factor, rest = f, _plain[value.kind](self, {}, [first, second], dtype)
+        if value.kind == "sub" and self._is_mean(terms[1], terms[0], size):
+            found = self.literal(0, dtype)
+        elif factor is not None:
+            found = _EMITTERS["mul"](self, {}, [factor, self._sum(rest, size)], dtype)
+        elif terms and self._stage_in_parts(x) < self.stage[x]:
+            found = _plain[value.kind](self, {}, [self._sum(k, size) for k in terms], dtype)
+        else:
+            found = self.add("reduce_sum", dtype, [x], REDUCTIONS["reduce_sum"])
+        self._sums[x, size] = found
+        return found
 
     def _is_mean(self, mean: int, x: int, size: int) -> bool:
         """Whether `mean` is the mean of `x` over a row of `size` elements."""
@@ -340,13 +349,18 @@ class Program:
 
     def _stage_in_parts(self, x: int) -> int:
         """The stage of `x` if its terms are summed separately, without factors of the row."""
+        if x in self._stages_in_parts:
+            return self._stages_in_parts[x]
+        value = self.values[x]
         factor, rest = self._row_factor(x)
         if factor is not None:
-            return self._stage_in_parts(rest)
-        value = self.values[x]
-        if value.kind in ("add", "sub") and all(self.is_element[k] for k in value.args):
-            return max(map(self._stage_in_parts, value.args))
-        return self.stage[x]
+            found = self._stage_in_parts(rest)
+        elif value.kind in ("add", "sub") and all(self.is_element[k] for k in value.args):
+            found = max(map(self._stage_in_parts, value.args))
+        else:
+            found = self.stage[x]
+        self._stages_in_parts[x] = found
+        return found
 
     def _row_factor(self, x: int) -> tuple[int | None, int]:
         """Splits a value into a factor that is the same for the whole row, if any, and the rest.
@@ -354,28 +368,33 @@ class Program:
         In a product of two element values, only one may have such a factor: in `(x / max) ** 2`
         neither division is taken out, because the rest could overflow.
         """
+        if x in self._row_factors:
+            return self._row_factors[x]
         value, dtype = self.values[x], self.values[x].dtype
+        found: tuple[int | None, int] = None, x
         if value.kind == "neg" and self.is_element[x]:
             factor, rest = self._row_factor(value.args[0])
             one = self.literal(-1, dtype)
             if factor is not None:
                 one = _EMITTERS["mul"](self, {}, [one, factor], dtype)
-            return one, rest
-        if value.kind == "div" and self.is_element[x] and not self.is_element[value.args[1]]:
+            found = one, rest
+        elif value.kind == "div" and self.is_element[x] and not self.is_element[value.args[1]]:
             factor, rest = self._row_factor(value.args[0])
             one = self.literal(1, dtype) if factor is None else factor
-            return _plain["div"](self, {}, [one, value.args[1]], dtype), rest
-        if value.kind != "mul" or not self.is_element[x]:
-            return None, x
-        a, b = sorted(value.args, key=lambda k: self.is_element[k])
-        if not self.is_element[a]:
+            found = _plain["div"](self, {}, [one, value.args[1]], dtype), rest
+        elif value.kind == "mul" and self.is_element[x]:
+            a, b = sorted(value.args, key=lambda k: self.is_element[k])
             factor, rest = self._row_factor(b)
-            return a if factor is None else _EMITTERS["mul"](self, {}, [a, factor], dtype), rest
-        (f, first), (g, second) = self._row_factor(a), self._row_factor(b)
-        if (f is None) == (g is None):
-            return None, x
-        product = _EMITTERS["mul"](self, {}, [first, second], dtype)
-        return (g if f is None else f), product
+            if not self.is_element[a]:
+                product = a if factor is None else _EMITTERS["mul"](self, {}, [a, factor], dtype)
+                found = product, rest
+            else:
+                other, first = self._row_factor(a)
+                if (factor is None) != (other is None):
+                    product = _EMITTERS["mul"](self, {}, [first, rest], dtype)
+                    found = other if factor is None else factor, product
+        self._row_factors[x] = found
+        return found
 
     def _emit(self, eqn: Any, args: list[int]) -> list[int]:
         name = eqn.primitive.name
