@@ -197,6 +197,18 @@ def test_embedding_lookup_equals_numpy_and_jnp(problem, options):
         assert_same(actual, oracle.gather_rows(table, rows, np.asarray(fill, dtype)))
 
 
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_lookups_of_rows_of_every_length(mode):
+    """Rows of 1 to 150 bytes, in one compilation."""
+    rng = rng_for(mode)
+    ids = rng.integers(-3, 24, 70).astype(np.int32)
+    tables = [any_bits(rng, (21, width), "uint8") for width in (*range(1, 80), *range(90, 151, 6))]
+    lookup = functools.partial(jof.embedding_lookup, ids=ids, mode=mode, implementation="native")
+    rows = oracle.named_rows(ids, 21, wrap=mode == "fill", clip=mode == "clip")
+    for table, looked_up in zip(tables, together([(lookup, (x,)) for x in tables]), strict=True):
+        assert_same_bits(looked_up, oracle.gather_rows(table, rows, np.uint8(255)))
+
+
 @pytest.mark.parametrize(
     ("count", "bucket_size"), [(0, 3), (1, 1), (10, 3), (10, 10), (10, 40), (10, None)]
 )

@@ -289,6 +289,33 @@ def test_large_arrays(shape, size, data_format, dtype):
         assert_same_values(dx, expected.astype(dtype))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize(
+    ("shape", "size", "data_format"),
+    [
+        ((300, 5, 13, 4), (26, 8), "NCHW"),
+        ((300, 3, 7, 5), (21, 35), "NCHW"),
+        ((300, 2, 9, 3), (20, 11), "NCHW"),
+        ((300, 2, 9, 3), (20, 7), "NCHW"),
+        ((90, 1, 3, 40), (390, 3), "NCHW"),
+        ((300, 2, 21, 6), (10, 12), "NCHW"),
+        ((100, 11, 4, 3), (22, 8), "NHWC"),
+        ((100, 3, 20, 5), (300, 3), "NHWC"),
+    ],
+    ids=str,
+)
+def test_many_narrow_images(shape, size, data_format, dtype):
+    """Groups of rows that end at any row of an image."""
+    rng = rng_for(shape, size, dtype)
+    x = any_bits(rng, shape, dtype)
+    y = forward(x, size=size, data_format=data_format)
+    assert_same_bits(y, oracle.upsample_nearest2d(x, size, data_format=data_format))
+    dy = normals(rng, y.shape, dtype)
+    dx = backward(dy, shape, size=size, data_format=data_format)
+    in_size = shape[(axis := oracle.spatial_axis(4, data_format)) : axis + 2]
+    assert_sums_within_error(dx, dy, in_size, data_format=data_format)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("n_in", "n_out"),

@@ -31,12 +31,13 @@
 #endif
 
 #include "common/macros.h"
+#include "cpu/copy.h"
 #include "cpu/kernels.h"
 #include "cpu/lanes.h"
 
 JOF_NAMESPACE_BEGIN
 
-constexpr int kLaneBytes = 16, kLineBytes = 64;
+constexpr int kLineBytes = 64;
 // Rows whose stride is a multiple of this share at most two sets of a 64-set first-level cache.
 constexpr int64_t kConflictBytes = 2048;
 
@@ -239,41 +240,6 @@ inline void TransposeBlocks(const Matrix& m) {
       m.out_stride % kConflictBytes == 0 ? kLineBytes / static_cast<int64_t>(sizeof(Unit)) : m.cols;
   for (int64_t c = 0; c < m.cols; c += step) {
     TransposeColumns<Unit>(m, buffered, c, c + step < m.cols ? c + step : m.cols);
-  }
-}
-
-// Copies n bytes, fewer than a lane has.
-JOF_INLINE void CopyShort(const uint8_t* in, int64_t n, uint8_t* out) {
-  const auto ends = [&](auto word) {
-    decltype(word) first, last;
-    memcpy(&first, in, sizeof(word));
-    memcpy(&last, in + n - sizeof(word), sizeof(word));
-    memcpy(out, &first, sizeof(word));
-    memcpy(out + n - sizeof(word), &last, sizeof(word));
-  };
-  if (n >= 8) return ends(uint64_t{});
-  if (n >= 4) return ends(uint32_t{});
-  if (n >= 2) return ends(uint16_t{});
-  if (n == 1) *out = *in;
-}
-
-// Copies n bytes. Inlined, since copying a row often takes less time than a call.
-template <int kBytes = kVectorBytes>
-JOF_INLINE void CopyRow(const uint8_t* in, int64_t n, uint8_t* out) {
-  if (n >= kBytes) {
-    for (int64_t i = 0;; i += kBytes) {
-      if (i + kBytes > n) {
-        if (i == n) return;
-        i = n - kBytes;
-      }
-      Register<uint8_t, kBytes> piece;
-      memcpy(&piece, in + i, kBytes);
-      memcpy(out + i, &piece, kBytes);
-    }
-  } else if constexpr (kBytes > kLaneBytes) {
-    CopyRow<kBytes / 2>(in, n, out);
-  } else {
-    CopyShort(in, n, out);
   }
 }
 

@@ -21,6 +21,7 @@
 
 #include "common/macros.h"
 #include "common/types.h"
+#include "cpu/copy.h"
 #include "cpu/kernels.h"
 #include "cpu/lanes.h"
 
@@ -600,39 +601,28 @@ inline void AddCopies(const Compute<T>* copies, int64_t parts, int64_t stride, b
   }
 }
 
-// Copies kBytes, or `bytes` if kBytes is 0. A size known only at run time is copied in vectors: for
-// rows of some KB memcpy uses a string instruction, which is slow on pages that are touched for the
-// first time.
-template <int kBytes>
-JOF_INLINE void CopyRow(const char* in, int64_t bytes, char* out) {
-  if constexpr (kBytes != 0) {
-    memcpy(out, in, kBytes);
-  } else {
-    int64_t i = 0;
-    for (; i + kVectorBytes <= bytes; i += kVectorBytes) memcpy(out + i, in + i, kVectorBytes);
-    if (i < bytes) memcpy(out + i, in + i, static_cast<size_t>(bytes - i));
-  }
-}
-
-template <int kBytes, typename Index>
-void GatherRows(const GatherCall& call, const void* fill_row, int64_t begin, int64_t end) {
-  const int64_t bytes = kBytes == 0 ? call.problem.inner * call.element_bytes : kBytes;
-  char* out = static_cast<char*>(call.result) + begin * bytes;
-  const char* fill = static_cast<const char*>(fill_row);
+// Calls copy(row, bytes of a row, out) for each row of the result.
+template <typename Index, typename Copy>
+JOF_INLINE void GatherRows(const GatherCall& call, const void* fill_row, int64_t begin, int64_t end,
+                           const Copy& copy) {
+  const int64_t bytes = call.problem.inner * call.element_bytes;
+  uint8_t* out = static_cast<uint8_t*>(call.result) + begin * bytes;
+  const uint8_t* fill = static_cast<const uint8_t*>(fill_row);
   while (begin < end) {
     const int64_t b = begin / call.problem.rows, first = begin - b * call.problem.rows;
     const int64_t last = Min(call.problem.rows, first + end - begin);
     const RowIds<Index> ids(call.problem, call.ids, b);
-    const char* table = static_cast<const char*>(call.table) + b * call.problem.size() * bytes;
+    const uint8_t* table =
+        static_cast<const uint8_t*>(call.table) + b * call.problem.size() * bytes;
     int64_t block[kIdBlock];
     for (int64_t p = first; p < last; p += kIdBlock) {
       const int64_t n = Min(kIdBlock, last - p);
       const bool in_range = ids.Resolve(p, n, block);
       for (int64_t k = 0; in_range && k < n; ++k, out += bytes) {
-        CopyRow<kBytes>(table + block[k] * bytes, bytes, out);
+        copy(table + block[k] * bytes, bytes, out);
       }
       for (int64_t k = 0; !in_range && k < n; ++k, out += bytes) {
-        CopyRow<kBytes>(block[k] < 0 ? fill : table + block[k] * bytes, bytes, out);
+        copy(block[k] < 0 ? fill : table + block[k] * bytes, bytes, out);
       }
     }
     begin += last - first;
@@ -802,8 +792,24 @@ void GatherRows(const GatherCall& call, const void* fill_row, int64_t begin, int
   internal::DispatchIndex(call.problem.index_bytes, [&](auto tag) {
     using Index = typename decltype(tag)::type;
     const int64_t row_bytes = call.problem.inner * call.element_bytes;
-    internal::DispatchConstant<1, 2, 4, 8, 12, 16, 32, 64>(row_bytes, [&](auto bytes) {
-      internal::GatherRows<decltype(bytes)::value, Index>(call, fill_row, begin, end);
+    const auto gather = [&](const auto& copy) {
+      internal::GatherRows<Index>(call, fill_row, begin, end, copy);
+    };
+    internal::DispatchConstant<1, 2, 4, 8, 12, 16, 32, 64>(row_bytes, [&](auto constant) {
+      constexpr int kBytes = decltype(constant)::value;
+      if constexpr (kBytes > 0) {
+        return gather([](const uint8_t* row, int64_t, uint8_t* out) { memcpy(out, row, kBytes); });
+      }
+      DispatchShortRow(row_bytes, [&](auto word) {
+        gather([](const uint8_t* row, int64_t bytes, uint8_t* out) {
+          constexpr int kWord = decltype(word)::value;
+          if constexpr (kWord > 0) {
+            ShortRow<kWord>(row, bytes).Store(out);
+          } else {
+            CopyRow(row, bytes, out);
+          }
+        });
+      });
     });
   });
 }
