@@ -204,7 +204,7 @@ _policy.tables = dict
 
 @pytest.fixture(autouse=True)
 def every_warning():
-    """Forgets which warnings were issued in this process, so that each test sees its own."""
+    """Forgets which gathers and missing kernels were warned of, so that each test sees its own."""
     _primitive._warned.clear()
     _native.warn_of_fallback.cache_clear()
 

@@ -1165,7 +1165,7 @@ def squared(x):
 
 @pytest.mark.parametrize("f", [table, of_two_terms, squared])
 def test_values_that_are_reached_on_many_paths(f):
-    """There are 2^60 paths: a search that follows each of them does not end."""
+    """Their number grows exponentially: a search that follows each of them does not end."""
     x = normals(3, 7) + 3
     assert_close(jof.fuse(f)(x), f(x), 1e-5, 1e-5)
     ours, expected = (jax.grad(lambda x, g=g: g(x).sum())(x) for g in (jof.fuse(f), f))

@@ -202,7 +202,7 @@ def test_lookups_of_rows_of_every_length(mode):
     """Rows of 1 to 150 bytes, in one compilation."""
     rng = rng_for(mode)
     ids = rng.integers(-3, 24, 70).astype(np.int32)
-    tables = [any_bits(rng, (21, width), "uint8") for width in (*range(1, 80), *range(90, 151, 6))]
+    tables = [any_bits(rng, (21, width), "uint8") for width in range(1, 151)]
     lookup = functools.partial(jof.embedding_lookup, ids=ids, mode=mode, implementation="native")
     rows = oracle.named_rows(ids, 21, wrap=mode == "fill", clip=mode == "clip")
     for table, looked_up in zip(tables, together([(lookup, (x,)) for x in tables]), strict=True):

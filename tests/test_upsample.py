@@ -289,11 +289,12 @@ def test_large_arrays(shape, size, data_format, dtype):
         assert_same_values(dx, expected.astype(dtype))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "complex64"])
 @pytest.mark.parametrize(
     ("shape", "size", "data_format"),
     [
         ((300, 5, 13, 4), (26, 8), "NCHW"),
+        ((60, 2, 3, 37), (6, 74), "NCHW"),
         ((300, 3, 7, 5), (21, 35), "NCHW"),
         ((300, 2, 9, 3), (20, 11), "NCHW"),
         ((300, 2, 9, 3), (20, 7), "NCHW"),

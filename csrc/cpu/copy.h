@@ -68,13 +68,14 @@ class ShortRow {
   int64_t last_at_;
 };
 
-// Calls visit(integral constant) with the word of a ShortRow of so many bytes, or with 0.
+// Calls visit(integral constant) with the word of a ShortRow of so many bytes, or with 0 if the row
+// is shorter or longer.
 template <typename Visitor>
 JOF_INLINE void DispatchShortRow(int64_t bytes, const Visitor& visit) {
-  if (bytes >= 8 && bytes <= 16) return visit(std::integral_constant<int, 8>());
-  if (bytes >= 16 && bytes <= 32) return visit(std::integral_constant<int, 16>());
-  if (bytes >= 32 && bytes <= 64) return visit(std::integral_constant<int, 32>());
-  visit(std::integral_constant<int, 0>());
+  if (bytes < 8 || bytes > 64) return visit(std::integral_constant<int, 0>());
+  if (bytes <= 16) return visit(std::integral_constant<int, 8>());
+  if (bytes <= 32) return visit(std::integral_constant<int, 16>());
+  visit(std::integral_constant<int, 32>());
 }
 
 JOF_NAMESPACE_END

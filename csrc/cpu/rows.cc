@@ -13,7 +13,8 @@ namespace internal {
 // ---- short rows: transposed a group at a time, so that they become columns ----
 
 // The longest rows for which this is faster, on an AMD EPYC with AVX2 and with AVX-512. The limit
-// of gradients is lower because they read more. In f64 exponentials take most of the time.
+// of gradients is lower because they read more, unless the terms are kept. In f64 exponentials take
+// most of the time.
 template <typename T>
 constexpr int64_t kShortRow = kIsDouble<T> ? 32 : 96;
 template <typename T>
@@ -198,7 +199,7 @@ JOF_INLINE Compute<T> LabelValue(const T* row, const RowsProblem& p, int32_t lab
   return index < 0 ? BitsToFloat(0x7fc00000u) : Accumulator<T>::Load(row[index * p.inner]);
 }
 
-// Keeps the terms of a single group of columns if `terms` is not null.
+// If `terms` is not null, there must be one group of columns, whose terms are stored there.
 template <typename T>
 void LogSumExpColumnsOf(const LogSumExpCall& call, int64_t begin, int64_t end,
                         Compute<T>* terms = nullptr) {

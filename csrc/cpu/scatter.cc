@@ -798,18 +798,19 @@ void GatherRows(const GatherCall& call, const void* fill_row, int64_t begin, int
     internal::DispatchConstant<1, 2, 4, 8, 12, 16, 32, 64>(row_bytes, [&](auto constant) {
       constexpr int kBytes = decltype(constant)::value;
       if constexpr (kBytes > 0) {
-        return gather([](const uint8_t* row, int64_t, uint8_t* out) { memcpy(out, row, kBytes); });
-      }
-      DispatchShortRow(row_bytes, [&](auto word) {
-        gather([](const uint8_t* row, int64_t bytes, uint8_t* out) {
-          constexpr int kWord = decltype(word)::value;
-          if constexpr (kWord > 0) {
-            ShortRow<kWord>(row, bytes).Store(out);
-          } else {
-            CopyRow(row, bytes, out);
-          }
+        gather([](const uint8_t* row, int64_t, uint8_t* out) { memcpy(out, row, kBytes); });
+      } else {
+        DispatchShortRow(row_bytes, [&](auto word) {
+          gather([](const uint8_t* row, int64_t bytes, uint8_t* out) {
+            constexpr int kWord = decltype(word)::value;
+            if constexpr (kWord > 0) {
+              ShortRow<kWord>(row, bytes).Store(out);
+            } else {
+              CopyRow(row, bytes, out);
+            }
+          });
         });
-      });
+      }
     });
   });
 }

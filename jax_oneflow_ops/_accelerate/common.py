@@ -16,8 +16,8 @@ FUSE, FUSED = "+fuse", "+fused"
 
 
 def is_jitted(fun: Any) -> bool:
-    """Whether `jax.jit` made a function, or something that wraps one and has its methods."""
-    return all(callable(getattr(fun, name, None)) for name in ("lower", "trace"))
+    """Whether `fun` was made by `jax.jit`, or wraps such a function and has its methods."""
+    return all(callable(getattr(fun, name, None)) for name in ("lower", "trace", "eval_shape"))
 
 
 def mode(ctx: Any) -> str | None:

@@ -322,14 +322,20 @@ def _problem(value: str) -> str | None:
             _Replacement(calls, _with_chains, looks_at_operands=False).install()
     except (AttributeError, ImportError, KeyError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
-        warnings.warn(
-            f"jax_oneflow_ops.accelerate runs programs as they are: jax {_compat.RELEASE} differs "
-            f"from the releases that it knows ({problem}). Remedy: update jax_oneflow_ops.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        _warn(problem)
         return problem
     return None
+
+
+@functools.cache
+def _warn(problem: str) -> None:
+    """Warns once, whatever scopes are opened."""
+    warnings.warn(
+        f"jax_oneflow_ops.accelerate runs programs as they are: jax {_compat.RELEASE} differs "
+        f"from the releases that it knows ({problem}). Remedy: update jax_oneflow_ops.",
+        RuntimeWarning,
+        stacklevel=5,
+    )
 
 
 class Scope:

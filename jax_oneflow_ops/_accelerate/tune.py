@@ -25,8 +25,8 @@ _log = logging.getLogger("jax_oneflow_ops")
 def tuned(plain: Any, accelerated: Callable[..., Any], how: str) -> Callable[..., Any]:
     """A function that runs the faster one of two, which it times for each new kind of arguments.
 
-    `plain` is a function made by `jax.jit`, without kernels also inside an outer scope. `how` says
-    how `accelerated` was made from it.
+    `plain` is a function made by `jax.jit`. It runs without kernels even inside an outer scope.
+    `how` says how `accelerated` was made from it.
     """
     chosen: dict[str, Callable[..., Any]] = {}
     are_static: dict[str, list[bool]] = {}  # by kind: the arguments whose values matter

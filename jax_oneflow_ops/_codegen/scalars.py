@@ -340,7 +340,7 @@ def _constants(jaxpr: Any, eqn: Any, sources: Mapping[Any, Any]) -> list[Constan
         return {x for x in eqn.invars if not _compat.is_literal(x) and x not in known}
 
     eqns, needed = [eqn], unknown(eqn)
-    for each in reversed(jaxpr.eqns):
+    for each in reversed(jaxpr.eqns):  # what follows `eqn` makes nothing that it needs
         if not needed.isdisjoint(each.outvars):
             eqns.append(each)
             needed = needed.difference(each.outvars) | unknown(each)

@@ -195,7 +195,8 @@ class Program:
         self.stage: list[int] = []
         self._known: dict[Value, int] = {}
         self._numbers: dict[int, float] = {}  # literals
-        # Results of the methods of these names: a value is reached on many paths.
+        # Memoised results of `_sum`, `_stage_in_parts` and `_row_factor`: otherwise a value would
+        # be visited once for each path to it.
         self._sums: dict[tuple[int, Any], int] = {}
         self._stages_in_parts: dict[int, int] = {}
         self._row_factors: dict[int, tuple[int | None, int]] = {}
@@ -325,12 +326,13 @@ class Program:
             return self._sums[x, size]
         dtype, value = self.values[x].dtype, self.values[x]
         terms = value.args if value.kind in ("add", "sub") else ()
+        is_zero = value.kind == "sub" and self._is_mean(terms[1], terms[0], size)
         factor, rest = self._row_factor(x)
-        if terms:
+        if terms and not is_zero:
             (f, first), (g, second) = map(self._row_factor, terms)
             if f is not None and f == g:  # a sum of differences keeps what terms cancel
                 factor, rest = f, _plain[value.kind](self, {}, [first, second], dtype)
-        if value.kind == "sub" and self._is_mean(terms[1], terms[0], size):
+        if is_zero:
             found = self.literal(0, dtype)
         elif factor is not None:
             found = _EMITTERS["mul"](self, {}, [factor, self._sum(rest, size)], dtype)
