@@ -388,7 +388,17 @@ def without_spatial_sharding(
 def with_spec(
     aval: jax.core.ShapedArray, shape: Sequence[int], spec: Sequence[Any]
 ) -> jax.core.ShapedArray:
-    """`aval` with another shape and sharding on its mesh."""
+    """`aval` with another shape and sharding on its mesh.
+
+    Raises a ShardingTypeError, as jax does for sums, if a mesh axis would shard two dimensions.
+    """
+    axes = [axis for entry in spec for axis in names_of(entry)]
+    for axis in axes:
+        if axes.count(axis) > 1:
+            raise ShardingTypeError(
+                f"operands shard two dimensions of a result over the mesh axis {axis!r}; apply "
+                "jax.sharding.reshard to one of them"
+            )
     sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec(*spec))
     return cast(jax.core.ShapedArray, aval.update(shape=tuple(shape), sharding=sharding))
 

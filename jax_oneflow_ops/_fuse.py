@@ -329,6 +329,8 @@ def _check_arguments(name: str, **trees: Any) -> None:
             try:
                 _checks.as_array(name, where, x, numbers=True)
             except TypeError as error:
+                if isinstance(x, _compat.NUMPY_TYPES):  # of a dtype that jax does not have
+                    raise
                 raise TypeError(
                     f"{error}. Remedy: capture what is no array in a closure."
                 ) from None

@@ -72,7 +72,7 @@ def no_weights(heads: int, dtype: Any) -> Any:
     return jnp.zeros((1, 1, heads), dtype)
 
 
-def sort(ids: Any, rows: int, implementation: str | None) -> Any:
+def sort(ids: Any, rows: int, implementation: str | None, *, function: str = "segment_plan") -> Any:
     """Sorts edges by id: their numbers, and keys for `receiver_rows` and `sender_rows`.
 
     A key is twice a row, plus 1 if the id is negative and counts from the end. It is ``2 * rows``
@@ -81,7 +81,7 @@ def sort(ids: Any, rows: int, implementation: str | None) -> Any:
     """
     # If there are no native kernels, the function that was called raises the error.
     choice = None if implementation == "native" else implementation
-    return bind(order_p, ids, rows=rows, implementation=choice)
+    return bind(order_p, ids, rows=rows, function=function, implementation=choice)
 
 
 def receiver_rows(keys: Any, rows: int) -> Any:
@@ -96,7 +96,9 @@ def sender_rows(keys: Any, rows: int) -> Any:
 
 def order_of(ids: Any, rows: int, implementation: str | None) -> Order:
     """The order of a graph's senders or receivers, which are negative if they are out of range."""
-    order, keys = sort(jnp.where(ids < 0, rows, ids), rows, implementation)
+    ids = jnp.where(ids < 0, rows, ids)
+    # If edges are sharded, each device sorts its own, and XLA removes this.
+    order, keys = sort(ids, rows, implementation, function="")
     return order, sender_rows(keys, rows)
 
 
@@ -153,7 +155,7 @@ def joined(*entries: Any) -> Any:
     return next((entry for entry in entries if entry is not None), None)
 
 
-def _order_type(ids: Any, *, rows: int) -> list[Any]:
+def _order_type(ids: Any, **_: Any) -> list[Any]:
     return [ids.update(dtype=jnp.dtype(jnp.int32), weak_type=False)] * 2
 
 
@@ -191,14 +193,21 @@ def rule(
             [f"i{k}_{d}" for d in range(len(aval.shape))]
             for k, aval in enumerate(avals[: len(avals) - len(arrays)])
         ]
+        unread = set[str]()
         if "e" in free:
+            unread.update(*ids[2:])
             ids[:2] = ["e"], ["e"]
         operands = [[*names] for names in arrays]
         for names, aval in zip(operands, avals[len(ids) :], strict=True):
             if len(aval.shape) > len(names):  # no weights
                 names[:1] = ["none", "one"]
         whole = {name for names in (*ids, *operands, *results) for name in names} - {*free}
-        return _primitive.ShardingRule([*ids, *operands], [*map(list, results)], frozenset(whole))
+        return _primitive.ShardingRule(
+            [*ids, *operands],
+            [*map(list, results)],
+            frozenset(whole - unread),
+            unread=frozenset(unread),
+        )
 
     return of
 
@@ -360,7 +369,7 @@ def keys_of(ids: Any, rows: int) -> Any:
     return jnp.where((row >= 0) & (row < rows), 2 * row + jnp.where(ids < 0, 1, 0), 2 * rows)
 
 
-def _order_reference(ids: Any, *, rows: int) -> list[jax.Array]:
+def _order_reference(ids: Any, *, rows: int, **_: Any) -> list[jax.Array]:
     """Sorts keys along the last dimension: the original place of each, and the sorted keys."""
     keys, limit = keys_of(ids, rows), 2 * rows + 1
     places = jax.lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
@@ -371,7 +380,7 @@ def _order_reference(ids: Any, *, rows: int) -> list[jax.Array]:
     return [places, keys.astype(jnp.int32)]
 
 
-def _order_native(platform: str, ids: Any, *, rows: int) -> list[jax.Array]:
+def _order_native(platform: str, ids: Any, *, rows: int, **_: Any) -> list[jax.Array]:
     """Sorts all problems as one, with a separate range of keys for each."""
     problems, length = math.prod(ids.shape[:-1]), ids.shape[-1]
     limit = (2 * rows + 1) * problems
@@ -498,7 +507,7 @@ def _function(*, function: str, **_: Any) -> str:
 
 order_p = _primitive.define(
     "jof_segment_order",
-    function="segment_plan",
+    function=_function,
     abstract_eval=_order_type,
     reference=_order_reference,
     native=_order_native,

@@ -160,8 +160,10 @@ def _define() -> core.Primitive:
         ) -> _policy.Call:
             way = {2: "forward", 3: "backward"}[passes]
             pixels = math.prod(x.shape[-spatial - 1 : -1])
-            run = x.shape[-1] // groups * x.dtype.itemsize  # bytes of a group in a pixel
-            return _policy.Call(("group_norm", way), passes * _policy.nbytes(x), (pixels, run))
+            pixel = x.shape[-1] * x.dtype.itemsize
+            kind = ("group_norm", way, "edges" if pixel % 16 else "whole packs")
+            # The last size is what a group has of a pixel.
+            return _policy.Call(kind, passes * _policy.nbytes(x), (pixels, pixel // groups))
 
         return _primitive.define(
             f"jof_{name}",

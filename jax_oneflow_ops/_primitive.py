@@ -42,6 +42,8 @@ class ShardingRule:
     rows: str | None = None
     # From the number of shards of the rows: the parameters that change for the call on one of them.
     params_of_shard: Callable[[int], Params] = lambda shards: {}
+    # Names of dimensions that no device needs if others are sharded. XLA removes their gathers.
+    unread: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,12 @@ _warned = set[tuple[str, ...]]()
 
 
 def _warn_of_gather(function: str, place: str, reason: str, array: str = "") -> None:
-    """Warns of a place, which is that of the argument `array` if it has no name."""
+    """Warns of a place, which is that of the argument `array` if it has no name.
+
+    Calls that no public function makes on its own have no name, and no warning.
+    """
+    if not function:
+        return
     _warn(
         f"{function}: {array or place} is sharded and will be all-gathered: {reason}. "
         "docs/sharding.md lists the dimensions that need no communication.",
@@ -589,6 +596,8 @@ def _mesh_axes(
         these = _compat.names_of(entry)
         is_free = not {axis for used in axes.values() for axis in used}.intersection(these)
         reason = None
+        if name in names.unread:
+            continue
         if name in names.replicated:
             reason = "every device needs all of it"
         elif name == names.rows or name not in everywhere:

@@ -1154,3 +1154,18 @@ def test_numpy_arrays_of_the_other_byte_order_are_named():
     with pytest.raises(TypeError, match=message):
         jof.relu(x)
     np.testing.assert_array_equal(jof.relu(x.astype(x.dtype.newbyteorder())), [0, 1, 2])
+
+
+def test_rank_promotion_is_that_of_jnp():
+    functions = {"add": 2, "multiply": 2, "maximum": 2, "swiglu": 2, "fma": 3}
+    for n, (name, count) in enumerate(functions.items(), 8):
+        function = getattr(jof, name)
+        x, row = jnp.ones((6, n)), jnp.ones(n)  # jnp warns once for a shape
+        arguments = [x, row, row][:count]
+        with jax.numpy_rank_promotion("raise"):
+            with pytest.raises(ValueError, match="rank_promotion"):
+                function(*arguments)
+            assert function(*[x, 2.0, x][:count]).shape == x.shape
+        with jax.numpy_rank_promotion("warn"), pytest.warns(UserWarning, match="rank promotion"):
+            function(*arguments)
+    assert jof.where(x > 0, x, row).shape == x.shape  # jnp.where has no such check

@@ -1378,6 +1378,8 @@ def test_bad_input():
     remedy = r"args\[1\]\['mode'\] must be an array or a number, got str. Remedy: .* in a closure"
     with pytest.raises(TypeError, match=remedy):
         jof.fuse(lambda x, options: x)(x, {"mode": "text"})
+    with pytest.raises(TypeError, match=r"args\[0\] .* change its byte order with [^ ]*$"):
+        jof.fuse(lambda x: x * 2)(np.arange(3, dtype=np.dtype("f4").newbyteorder()))
     with pytest.raises(TypeError, match=r"^<lambda>: a result must be an array or a number, got"):
         jof.fuse(lambda x: {"y": x, "mode": "text"})(x)
     with pytest.raises(jof.FusionError, match=r"bitcast_convert_type .* between sizes"):

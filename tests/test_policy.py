@@ -417,7 +417,9 @@ def test_functions_that_promise_one_rounding_always_run_kernels(monkeypatch):
 
 def test_sums_and_group_norms_depend_on_other_sizes():
     """Those of sums are the updates of a row of the result, and the elements of all updates. Those
-    of group norms are the pixels of an image, and the bytes of a group in each."""
+    of group norms are the pixels of an image, and the bytes of a group in each. Kernels load pixels
+    that are not whole packs element by element.
+    """
 
     def sizes(function, *shapes):
         [decision] = jof.policy(function, *shapes)
@@ -428,3 +430,7 @@ def test_sums_and_group_norms_depend_on_other_sizes():
         assert sizes(lambda x, ids, n=rows: jof.segment_sum(x, ids, n), x, ids) == (hits, 8000)
     images = jax.ShapeDtypeStruct((2, 5, 7, 8), "float32")
     assert sizes(lambda x: jof.group_norm(x, 4), images) == (35, 8)
+    for channels, kind in ((8, "whole packs"), (9, "edges")):
+        images = jax.ShapeDtypeStruct((2, 5, 7, channels), "float32")
+        [decision] = jof.policy(lambda x: jof.group_norm(x, 1), images)
+        assert decision.call.kind == ("group_norm", "forward", kind)

@@ -700,6 +700,54 @@ def test_edges_of_a_maximum_are_gathered():
             assert_close(jax.jit(f)(*arguments), expected)
 
 
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_an_order_of_all_edges_is_not_gathered(has_plan):
+    """Each device sorts its own edges, and needs no other order. There is no warning of one."""
+
+    def f(logits, values, senders, receivers):
+        plan = jof.segment_plan(receivers, 7) if has_plan else None
+        sums = jof.attention_sum(logits, values, senders, receivers, num_segments=7, plan=plan)
+        return (sums**2).sum(), sums
+
+    senders, receivers = np.arange(16) % 6, np.arange(16) * 5 % 7
+    xs = integers((16, 2)) / 4, integers((6, 2, 3)), senders, receivers
+    step = jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))
+    expected = step(*xs)
+    with mesh_of("auto") as mesh:
+        arguments = put(mesh, (P("a"), P(), P("a"), P("a")), xs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", jof.GatherWarning)
+            if has_plan:  # the user's own call sorts all edges
+                warnings.filterwarnings("ignore", "segment_plan", jof.GatherWarning)
+            program = step.lower(*arguments).compile()
+        assert "all-gather" not in collectives(program.as_text())
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5), program(*arguments), expected
+        )
+
+
+@pytest.mark.parametrize("name", ["message_sum", "message_mean", "message_max"])
+@pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
+def test_gradients_of_edges_where_a_mesh_axis_also_shards_features(name):
+    ids = np.arange(8) % 5
+    xs = integers((8, 8)), ids, integers((8, 8), 1)
+
+    def f(table, ids, edges):
+        function = functools.partial(getattr(jof, name), lambda x, e: jnp.tanh(x) * e)
+        return function((table,), ids, ids, edges, num_segments=8).sum()
+
+    step = jax.value_and_grad(f, argnums=(0, 2))
+    expected = step(*xs)
+    with mesh_of("explicit") as mesh:
+        for of_edges in (P(), P(None, "a"), P("a")):
+            arguments = put(mesh, (P(None, "a"), P("a"), of_edges), xs)
+            value, gradients = step(*arguments)
+            for gradient, x in zip(gradients, arguments[::2], strict=True):
+                assert jax.typeof(gradient).sharding == jax.typeof(x).sharding
+            found = value, gradients
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
+
+
 # --- permute --------------------------------------------------------------------------------------
 
 
@@ -1292,6 +1340,22 @@ def test_shardings_that_do_not_fit_together(name, specs):
                 call()
             assert type(error.value).__name__ == "ShardingTypeError"
         assert re.match(rf"\w+: .* and {name} .*; apply jax.sharding.reshard", str(error.value))
+
+
+def test_a_mesh_axis_shards_one_dimension_of_a_result():
+    with mesh_of("explicit") as mesh:
+        logits, values = put(
+            mesh, (P(None, "a"), P(None, None, "a")), (integers((8, 4)), integers((8, 4, 8)))
+        )
+        ids = jnp.arange(8)
+        with pytest.raises(
+            Exception, match=r"mesh axis 'a'; apply jax\.sharding\.reshard"
+        ) as error:
+            jof.attention_sum(logits, values, ids, ids, num_segments=8)
+        assert type(error.value).__name__ == "ShardingTypeError"
+        with pytest.raises(Exception, match="shard") as error:
+            logits[..., None] * values
+        assert type(error.value).__name__ == "ShardingTypeError"
 
 
 def test_sum_of_rows_with_two_dimensions():

@@ -25,16 +25,32 @@ _LISTED = {
 # Softmax over the tokens of vision and text transformers, whose rows are not aligned: 256 images, 6
 # heads and 197 tokens are 302,592 rows.
 _TOKENS = [(302592, n) for n in (77, 197, 257, 577, 785, 1025)]
+# Rows along the second of three axes, as in a softmax over channels before pixels, or over a
+# sequence before features.
+_STRIDED = {
+    "gpu": [
+        (1, 1000, 64),
+        (1, 4096, 1024),
+        (8, 21, 262144),
+        (64, 768, 196),
+        (16, 2048, 512),
+        (128, 512, 8),
+        (8, 50000, 16),
+    ],
+    "cpu": [(4, 21, 16384), (8, 256, 196), (2, 2048, 64)],
+}
+_OF_STRIDED = ("softmax", "logsumexp")
 # For group norm: images, pixels, channels.
 _IMAGES = {"gpu": [(32, 4096, 256), (16, 1024, 512)], "cpu": [(8, 1024, 64), (2, 4096, 320)]}
 
 
 def case(name: str, dims: tuple[int, ...], dtype: str, group: str, shape: str = "") -> Case:
     op = OPS[name]
-    operands = shapes(_inputs(op, dims, dtype))
-    nbytes = op.bytes(*operands)
+    operands, options = shapes(_inputs(op, dims, dtype)), _options(op, dims)
+    nbytes = op.bytes(*operands, **options)
     if group == _GRADIENT:  # also reads the cotangent, and writes the value and gradients
-        nbytes += sum(map(catalogue.nbytes, (op.result(*operands), *(operands[i] for i in op.wrt))))
+        result = op.result(*operands, **options)
+        nbytes += sum(map(catalogue.nbytes, (result, *(operands[i] for i in op.wrt))))
     prefix = {"forward": "fwd", _GRADIENT: "vag"}.get(group, group)
     full = f"{prefix}-{name}-{'x'.join(map(str, dims))}-{common.short(dtype)}"
     shape = shape or " x ".join(map(str, dims))
@@ -54,6 +70,13 @@ def cases(platform: str) -> list[Case]:
     listed += [
         case("softmax", dims, dtype, group)
         for dims in (_TOKENS if platform == "gpu" else [])
+        for dtype in ("float32", "bfloat16")
+        for group in ("forward", _GRADIENT)
+    ]
+    listed += [
+        case(name, dims, dtype, group)
+        for name in _OF_STRIDED
+        for dims in _STRIDED[platform]
         for dtype in ("float32", "bfloat16")
         for group in ("forward", _GRADIENT)
     ]
@@ -84,6 +107,11 @@ def draw(rng: np.random.Generator, largest: int) -> Case:
     return case(name, dims, dtype, common.pick(rng, ("forward", _GRADIENT)))
 
 
+def _options(op: Any, dims: tuple[int, ...]) -> dict[str, int]:
+    """The axis of strided rows. The dimensions of group norm are images, pixels and channels."""
+    return {"axis": 1} if len(dims) == 3 and op.name != "group_norm" else {}
+
+
 def _inputs(op: Any, dims: tuple[int, ...], dtype: str) -> list[Input]:
     labels = Input(dims[:1], "int32", "uniform", dims[-1])
     vector = Input(dims[-1:], "float32", "divisor")
@@ -92,20 +120,23 @@ def _inputs(op: Any, dims: tuple[int, ...], dtype: str) -> list[Input]:
 
 
 def _work(op: Any, dims: tuple[int, ...], dtype: str, gradient: bool) -> Work:
+    options = _options(op, dims)
+
     def measured(function: Function) -> Function:
+        function = partial(function, **options)
         return common.with_pullback(function, op.wrt) if gradient else function
 
     inputs = _inputs(op, dims, dtype)
     if gradient:
-        inputs.append(Input(op.result(*shapes(inputs)).shape, dtype))
+        inputs.append(Input(op.result(*shapes(inputs), **options).shape, dtype))
     return Work(
         inputs,
         measured(op.function),
         {form: measured(f) for form, f in common.forms_of(op, dtype).items()},
-        sample=partial(_sample, op, gradient),
+        sample=partial(_sample, op, gradient, bool(options)),
         verify=partial(_verify, op, gradient, dtype),
         terms=_terms(op, dims),
-        torch=None if gradient else _TORCH[op.name],
+        torch=None if gradient or options else _TORCH[op.name],
     )
 
 
@@ -118,13 +149,18 @@ def _terms(op: Any, dims: tuple[int, ...]) -> int:
 _ROWS = 8
 
 
-def _sample(op: Any, gradient: bool, args: tuple[Array, ...], out: Any) -> Any:
+def _sample(op: Any, gradient: bool, strided: bool, args: tuple[Array, ...], out: Any) -> Any:
     """Some rows, and entire scales. Sums over rows are only compared among the forms."""
-    rows = args[0].shape[0]
-    some = np.unique(np.linspace(0, rows - 1, _ROWS).astype(int))
+
+    def some(rows: int) -> np.ndarray:
+        return np.unique(np.linspace(0, rows - 1, _ROWS).astype(int))
 
     def of(x: Array) -> Array:
-        return jnp.take(x, some, 0, mode="clip")
+        x = jnp.take(x, some(x.shape[0]), 0, mode="clip")
+        if not strided:
+            return x
+        x = jnp.moveaxis(jnp.take(x, some(x.shape[-1]), -1, mode="clip"), -1, 1)
+        return x.reshape(-1, *x.shape[2:])
 
     whole = {i for i, domain in enumerate(op.domain) if i and domain != catalogue.INDEX}
     sampled = [x if i in whole else of(x) for i, x in enumerate(args)]

@@ -434,7 +434,8 @@ cudaError_t LaunchTileRows(const Program& program, const RowsProblem& problem,
 }
 
 // The lengths of rows that ThreadRowsKernel has instances for.
-using ThreadRowsWidths = std::integer_sequence<int, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16>;
+using ThreadRowsWidths =
+    std::integer_sequence<int, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16>;
 
 // How many rows a thread of ThreadRowsKernel has if there are many rows of n elements, or 0 if
 // other kernels are better then.
@@ -461,10 +462,10 @@ constexpr int ManyThreadRows(int n) {
 // Whether ThreadRowsKernel has instances for rows of n elements.
 template <typename Program>
 constexpr bool HasThreadRows(int n) {
-  // With row vectors, WholeRowsKernel is faster for 8, 12 and 16 elements. f32 rows of 16 need too
-  // many registers, and so do 16-bit rows of 16 in two arrays.
-  if (Program::kVectors > 0 && n % 4 == 0 && n >= 8) return false;
-  return n < 16 || (Program::kPack > 4 && Program::kInputs == 1);
+  // With row vectors, WholeRowsKernel is faster for 8 elements, and from 12 on. Longer f32 rows
+  // need too many registers, and so do longer 16-bit rows in two arrays.
+  if (Program::kVectors > 0 && (n >= 12 || n == 8)) return false;
+  return n <= 12 || (Program::kPack > 4 && Program::kInputs == 1);
 }
 
 // Launches ThreadRowsKernel. False if it does not handle these rows.
@@ -743,6 +744,32 @@ cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& prob
   return LaunchLongRows(program, problem, device, stream);
 }
 
+// Plans StridedRowsKernel for packs of `pack` rows, of which a thread holds `held` elements.
+inline StridedRowsPlan PlanStridedRows(const RowsProblem& problem, int pack, int held,
+                                       int64_t element_bytes, const RowsDevice& device) {
+  constexpr int kLeastThreads = 128;
+  StridedRowsPlan plan{problem.n, problem.inner, 1, 1, kStridedThreads, false};
+  const int64_t packs = (problem.inner + pack - 1) / pack;
+  const int line = static_cast<int>(128 / element_bytes / pack);  // packs of 128 bytes
+  while (plan.columns < line / 4 && plan.columns < packs) plan.columns *= 2;
+  int along = 1;
+  while (along * plan.columns < kStridedThreads && int64_t{along} * held < problem.n) along *= 2;
+  plan.is_held = int64_t{along} * held >= problem.n;
+  if (!plan.is_held) along = 1;
+  // Wider tiles have whole lines. Those of short rows are even wider, so that blocks are not small.
+  const auto fits = [&](int columns) {
+    return columns < 2 * packs && along * columns <= kStridedThreads &&
+           problem.outer * packs >= int64_t{columns} * device.multiprocessors;
+  };
+  while ((plan.columns < line || (plan.is_held && along * plan.columns < kLeastThreads)) &&
+         fits(2 * plan.columns)) {
+    plan.columns *= 2;
+  }
+  if (plan.is_held) plan.threads = std::max(along * plan.columns, kLeastThreads);
+  plan.tiles = (packs + plan.columns - 1) / plan.columns;
+  return plan;
+}
+
 // Launches the kernel for rows that are not contiguous, or that have 2^30 elements or more.
 template <typename Program>
 cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem,
@@ -750,28 +777,17 @@ cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem
   using T = typename Program::Element;
   constexpr int kPack = std::min(kPackSize<T>, Program::kMostRows);
   const bool is_packed = problem.inner % kPack == 0 && AreAligned(program);
+  RowsDevice device{};
+  const cudaError_t status = GetRowsDevice(&device);
+  if (status != cudaSuccess) return status;
   const auto launch = [&](auto pack) {
     constexpr int kRows = decltype(pack)::value;
     constexpr int kHeld = StridedRowsBody<Program, kRows>::kHeld;
-    const int64_t packs = (problem.inner + kRows - 1) / kRows;
-    StridedRowsPlan plan{problem.n, problem.inner, 1, 1, false};
-    // Threads cover at least 32-byte sectors, and 128-byte lines if a row still fits in the
-    // registers of a block.
-    constexpr int kLine = 128 / static_cast<int>(sizeof(T)) / kRows;
-    const auto elements = [&] { return int64_t{kStridedThreads} / plan.columns * kHeld; };
-    while (plan.columns < kLine && plan.columns < packs &&
-           (plan.columns < kLine / 4 || elements() / 2 >= problem.n)) {
-      plan.columns *= 2;
-    }
-    plan.is_held = elements() >= problem.n;
-    plan.tiles = (packs + plan.columns - 1) / plan.columns;
-    int threads = kStridedThreads;
-    while (threads > 128 && threads / 2 >= plan.columns &&
-           threads / 2 / plan.columns * kHeld >= problem.n) {
-      threads /= 2;
-    }
+    const StridedRowsPlan plan = PlanStridedRows(problem, kRows, kHeld, sizeof(T), device);
+    const int bytes = StridedRowsBody<Program, kRows>::SharedBytes(plan);
     StridedRowsKernel<Program, kRows>
-        <<<static_cast<unsigned>(problem.outer * plan.tiles), threads, 0, stream>>>(program, plan);
+        <<<static_cast<unsigned>(problem.outer * plan.tiles), plan.threads, bytes, stream>>>(
+            program, plan);
     return cudaGetLastError();
   };
   return is_packed ? launch(std::integral_constant<int, kPack>())

@@ -15,6 +15,7 @@ struct StridedRowsPlan {
   int64_t n, inner;
   int64_t tiles;  // tiles along inner; a block has the rows of one tile
   int columns;    // neighbouring threads of a block along inner: a power of two
+  int threads;    // of a block: a multiple of columns, and of a warp
   bool is_held;   // whether each thread holds all of its elements
 };
 
@@ -28,7 +29,19 @@ class StridedRowsBody {
   using C = Compute<T>;
   static constexpr int kInputs = Program::kInputs, kOutputs = Program::kOutputs;
   static constexpr int kReductions = Program::kReductions;
-  static constexpr int kHeld = Program::kElements / kPack < 4 ? Program::kElements / kPack : 4;
+  // Elements of a row that a thread has in registers.
+  static constexpr int kMostHeld = kPack * kInputs <= 4 ? 8 : 4;
+  static constexpr int kHeld =
+      Program::kElements / kPack < kMostHeld ? Program::kElements / kPack : kMostHeld;
+
+  // Each group of threads has values for all columns. It is a warp, or as many threads as columns.
+  JOF_HOST_DEVICE static int GroupThreads(int columns) {
+    return columns < internal::kWarpSize ? internal::kWarpSize : columns;
+  }
+  static int SharedBytes(const StridedRowsPlan& plan) {
+    return plan.threads / GroupThreads(plan.columns) * plan.columns * kPack * Program::kValues *
+           static_cast<int>(sizeof(C));
+  }
 
   __device__ __forceinline__ StridedRowsBody(const Program& program, const StridedRowsPlan& plan,
                                              C* shared)
@@ -83,19 +96,30 @@ class StridedRowsBody {
   }
 
   __device__ __forceinline__ void Load(int64_t j) {
+    if (!Has(j, 0)) return;
+    // All elements are loaded before any is used, so that no load waits for another. A condition on
+    // each would bring its load and its use together, so the last element is loaded again instead.
+    Pack<T, kPack> packs[kHeld][kInputs];
     JOF_UNROLL
     for (int k = 0; k < kHeld; ++k) {
-      if (!Has(j, k)) continue;
+      const int64_t at = j + k * step_ < plan_.n ? j + k * step_ : plan_.n - 1;
       JOF_UNROLL
       for (int a = 0; a < kInputs; ++a) {
         // Not through the read-only cache: the result may be written to the same array.
-        const T* source = program_.in[a] + begin_ + (j + k * step_) * plan_.inner;
-        const auto pack = *reinterpret_cast<const Pack<T, kPack>*>(source);
-        JOF_UNROLL
-        for (int i = 0; i < kPack; ++i) x_[k][i][a] = Accumulator<T>::Load(pack.elem[i]);
+        const T* source = program_.in[a] + begin_ + at * plan_.inner;
+        packs[k][a] = *reinterpret_cast<const Pack<T, kPack>*>(source);
       }
+    }
+    JOF_UNROLL
+    for (int k = 0; k < kHeld; ++k) {
       JOF_UNROLL
-      for (int i = 0; i < kPack; ++i) program_.Prepare(x_[k][i]);
+      for (int i = 0; i < kPack; ++i) {
+        JOF_UNROLL
+        for (int a = 0; a < kInputs; ++a) {
+          x_[k][i][a] = Accumulator<T>::Load(packs[k][a].elem[i]);
+        }
+        program_.Prepare(x_[k][i]);
+      }
     }
   }
 
@@ -115,29 +139,51 @@ class StridedRowsBody {
           }
         }
       });
-      // Combine the values of threads with the same rows, by halving the number of threads.
-      C* mine = shared_ + threadIdx.x;
-      JOF_UNROLL
-      for (int i = 0; i < kPack; ++i) {
-        JOF_UNROLL
-        for (int v = 0; v < kCount; ++v) {
-          __syncthreads();
-          *mine = values[i][v];
-          for (int half = blockDim.x / 2; half >= plan_.columns; half /= 2) {
-            __syncthreads();
-            if (static_cast<int>(threadIdx.x) < half) {
-              *mine = program_.template Combine<r>(*mine, mine[half]);
-            }
-          }
-          __syncthreads();
-          values[i][v] = shared_[threadIdx.x & (plan_.columns - 1)];
-        }
-      }
+      CombineThreads<r>(values);
       JOF_UNROLL
       for (int i = 0; i < kPack; ++i) {
         program_.template Finish<r>(values[i], static_cast<C>(plan_.n), &facts[i]);
       }
       Reduce<r + 1>(facts);
+    }
+  }
+
+  // Combines the values of the threads with the same rows: first in a warp, then all warps. Halving
+  // the number of threads in shared memory, one value at a time, took over 10 us for a block.
+  template <int r, int kCount>
+  __device__ __forceinline__ void CombineThreads(C (&values)[kPack][kCount]) const {
+    constexpr int kWarp = internal::kWarpSize, kValues = kPack * kCount;
+    const int columns = plan_.columns;
+    if (columns == static_cast<int>(blockDim.x)) return;
+    for (int by = kWarp / 2; by >= columns; by /= 2) {
+      JOF_UNROLL
+      for (int i = 0; i < kValues; ++i) {
+        C& value = values[i / kCount][i % kCount];
+        value = program_.template Combine<r>(value, __shfl_xor_sync(~0u, value, by));
+      }
+    }
+    // Each group of threads has one value left for each of its columns.
+    const int thread = static_cast<int>(threadIdx.x), column = thread & (columns - 1);
+    const int group_threads = GroupThreads(columns), size = columns * kValues;
+    C* const own = shared_ + thread / group_threads * size + column * kValues;
+    __syncthreads();
+    if (thread % group_threads < columns) {
+      JOF_UNROLL
+      for (int i = 0; i < kValues; ++i) own[i] = values[i / kCount][i % kCount];
+    }
+    __syncthreads();
+    const int groups = static_cast<int>(blockDim.x) / group_threads;
+    for (int i = thread; i < size; i += static_cast<int>(blockDim.x)) {
+      C total = shared_[i];
+      for (int g = 1; g < groups; ++g) {
+        total = program_.template Combine<r>(total, shared_[g * size + i]);
+      }
+      shared_[i] = total;
+    }
+    __syncthreads();
+    JOF_UNROLL
+    for (int i = 0; i < kValues; ++i) {
+      values[i / kCount][i % kCount] = shared_[column * kValues + i];
     }
   }
 
@@ -171,7 +217,7 @@ class StridedRowsBody {
 
   const Program& program_;
   const StridedRowsPlan& plan_;
-  C* shared_;         // one value for each thread
+  C* shared_;
   int along_, step_;  // this thread's first element of a row, and the distance to the next
   int64_t inner_;     // position of the first row along inner
   bool has_rows_;
@@ -185,8 +231,9 @@ template <typename Program, int kPack>
 __global__ void __launch_bounds__(kStridedThreads, 1)
     StridedRowsKernel(const __grid_constant__ Program program,
                       const __grid_constant__ StridedRowsPlan plan) {
-  __shared__ Compute<typename Program::Element> shared[kStridedThreads];
-  StridedRowsBody<Program, kPack>(program, plan, shared).Run();
+  using Body = StridedRowsBody<Program, kPack>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  Body(program, plan, reinterpret_cast<typename Body::C*>(shared)).Run();
 }
 
 JOF_NAMESPACE_END

@@ -89,14 +89,12 @@ class ThreadRowsBody {
   __device__ __forceinline__ void LoadVectors() {
     if constexpr (kVectors > 0) {
       JOF_UNROLL
-      for (int j = 0; j < kWidth; ++j) {
+      for (int i = 0; i < kVectors; ++i) {
+        C values[kWidth];
+        internal::LoadVector<T>(program_.vectors[i], internal::PackPlace<kWidth>{0, kWidth},
+                                program_.Missing(i), values);
         JOF_UNROLL
-        for (int i = 0; i < kVectors; ++i) {
-          C value[1];
-          internal::LoadVector<T>(program_.vectors[i], internal::PackPlace<1>{j, kWidth},
-                                  program_.Missing(i), value);
-          vectors_[j][i] = value[0];
-        }
+        for (int j = 0; j < kWidth; ++j) vectors_[j][i] = values[j];
       }
     }
   }

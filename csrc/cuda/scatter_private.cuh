@@ -230,32 +230,55 @@ __global__ void __launch_bounds__(kThreads, 1)
     constexpr int kPackOfRow = kInner == 3 ? 1 : kInner;
     const bool is_aligned =
         reinterpret_cast<uintptr_t>(updates) % (kPackOfRow * sizeof(T)) == 0 && kPackOfRow > 1;
+    constexpr int kRows = kItems / kInner;
     for (; e < end; e += step) {
+      // All ids and values are loaded before any is used, so that no load waits for another.
+      Index id[kRows]{};
+      T value[kRows][kInner]{};
 #pragma unroll
-      for (int k = 0; k < kItems; k += kInner) {
-        const int64_t i = e + k * kWarp + lane * kInner;
-        const int row = i < end ? resolve(ids[i / kInner]) : -1;
-        Pack<T, kPackOfRow> pack{};
-        if (i < end && is_aligned) pack = LoadPack<kPackOfRow>(updates + i);
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t i = e + (r * kWarp + lane) * kInner;
+        if (i >= end) continue;
+        id[r] = ids[i / kInner];
+        if (is_aligned) {
+          const auto pack = LoadPack<kPackOfRow>(updates + i);
+#pragma unroll
+          for (int d = 0; d < kInner; ++d) value[r][d] = pack.elem[d % kPackOfRow];
+        } else {
+#pragma unroll
+          for (int d = 0; d < kInner; ++d) value[r][d] = updates[i + d];
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int row = e + (r * kWarp + lane) * kInner < end ? resolve(id[r]) : -1;
 #pragma unroll
         for (int d = 0; d < kInner; ++d) {
-          target[k + d] = row < 0 ? -1 : Place<kInner>(row, d);
-          const T value = is_aligned ? pack.elem[d % kPackOfRow] : i < end ? updates[i + d] : T{};
-          sum[k + d] = reduction.Load(value);
+          target[r * kInner + d] = row < 0 ? -1 : Place<kInner>(row, d);
+          sum[r * kInner + d] = reduction.Load(value[r][d]);
         }
       }
       add(target, sum);
     }
   }
   for (; e < end; e += step) {
+    Index id[kItems]{};
+    T value[kItems]{};
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      const int64_t i = e + k * kWarp + lane;
+      if (i >= end) continue;
+      id[k] = ids[kInner == 1 ? i : p.by_inner.Divide(i)];
+      value[k] = updates[p.one_update ? 0 : i];
+    }
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       const int64_t i = e + k * kWarp + lane;
       uint64_t d = 0;
-      int row = -1;
-      if (i < end) row = resolve(ids[kInner == 1 ? i : p.by_inner.DivMod(i, &d)]);
+      if (kInner != 1) p.by_inner.DivMod(i, &d);
+      const int row = i < end ? resolve(id[k]) : -1;
       target[k] = row < 0 ? -1 : row * p.inner + static_cast<int>(d);
-      sum[k] = i < end ? reduction.Load(updates[p.one_update ? 0 : i]) : reduction.Identity();
+      sum[k] = reduction.Load(value[k]);
     }
     add(target, sum);
   }

@@ -196,6 +196,9 @@ __global__ void __launch_bounds__(kBlockSize, 4)
     clear();
     for (int p = begin; p < end; p += kUnroll) {
       Pack<T, kPack> row[kUnroll];
+      Index id[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) id[u] = ids[min(p + u, end - 1)];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const T* const at = updates + s.Row(first + min(p + u, end - 1)) * s.inner;
@@ -211,7 +214,7 @@ __global__ void __launch_bounds__(kBlockSize, 4)
         for (int i = 0; i < kPack; ++i)
           sum[i] = s.reduction.Combine(sum[i], s.reduction.Load(row[u].elem[i]));
       };
-      if (p + kUnroll <= end && ids[p + kUnroll - 1] == current) {
+      if (p + kUnroll <= end && id[kUnroll - 1] == current) {
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) add(u);
         continue;
@@ -219,15 +222,14 @@ __global__ void __launch_bounds__(kBlockSize, 4)
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (p + u >= end) break;
-        const Index id = ids[p + u];
-        if (id != current) {
+        if (id[u] != current) {
           if (in_head) {
             put_head(true);
             in_head = false;
           } else {
             finish();
           }
-          current = id;
+          current = id[u];
           clear();
         }
         add(u);

@@ -35,6 +35,8 @@ class NearestMap {
     mul_ = static_cast<Index>(c.mul);
     add_ = static_cast<Index>(c.add);
     round_up_ = static_cast<Index>(c.mul - 1 - c.add);
+    whole_ = static_cast<Index>(c.mul / c.div);
+    part_ = static_cast<Index>(c.mul % c.div);
     by_div_ = FastDivider<Index>(static_cast<Index>(c.div));
     by_mul_ = FastDivider<Index>(static_cast<Index>(c.mul));
   }
@@ -50,6 +52,21 @@ class NearestMap {
 #endif
 
   JOF_HOST_DEVICE JOF_INLINE Index Source(Index o) const { return by_div_.Divide(mul_ * o + add_); }
+
+  // The same, and sets *rest to what Grows needs.
+  JOF_HOST_DEVICE JOF_INLINE Index Source(Index o, Index* rest) const {
+    return by_div_.DivMod(mul_ * o + add_, rest);
+  }
+
+  // Whether Source(o + 1) - Source(o) is whole() + 1 rather than whole(). Replaces the rest of o by
+  // that of o + 1. The map goes on beyond `out`: Source(out) == in + Source(0), with the same rest.
+  JOF_HOST_DEVICE JOF_INLINE bool Grows(Index* rest) const {
+    *rest += part_;
+    const bool grows = *rest >= by_div_.divisor();
+    *rest -= grows ? by_div_.divisor() : 0;
+    return grows;
+  }
+  JOF_HOST_DEVICE JOF_INLINE Index whole() const { return whole_; }
 
   // The first output that reads source i or a later one; Begin(in) == out. The outputs that read
   // source i are [Begin(i), Begin(i + 1)).
@@ -77,6 +94,7 @@ class NearestMap {
 #endif
 
   Index mul_ = 1, add_ = 0, round_up_ = 0;
+  Index whole_ = 1, part_ = 0;  // the quotient and remainder of mul / div
   FastDivider<Index> by_div_, by_mul_;
 };
 

@@ -37,6 +37,7 @@ class Kernel(NamedTuple):
     registers: int = 0
     stack: int = 0  # bytes per thread
     shared: int = 0  # bytes per block, without dynamic shared memory
+    symbol: str = ""  # the mangled name
 
 
 class Module(NamedTuple):
@@ -71,7 +72,7 @@ def read_module(path: str) -> Module:
     wanted = {ARCHITECTURE} & cubins.keys() or cubins.keys()
     opcodes = {of: opcodes_of(cubins[of], of) for of in wanted}
     kernels = [
-        Kernel(of, demangle(name), opcodes.get(of, {}).get(name, Counter()), **known)
+        Kernel(of, demangle(name), opcodes.get(of, {}).get(name, Counter()), **known, symbol=name)
         for (of, name), known in resources.items()
         if not name.startswith("_ZN3cub")
     ]
@@ -111,6 +112,33 @@ def listed_opcodes(listing: str) -> list[str]:
     """The opcodes in the output of nvdisasm."""
     instruction = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)"
     return re.findall(instruction, listing, re.MULTILINE)
+
+
+def waiting_loads(listing: str) -> int:
+    """How often a kernel's code loads from global memory after it has waited for an earlier load.
+
+    Instructions of a warp are issued in order: one that reads what a load returns delays all loads
+    after it. nvcc brings a load and its use together if both depend on the same condition.
+    """
+    waits, pending, waited = 0, set[int](), False
+    line = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)\s*(.*?);"
+    for opcode, operands in re.findall(line, listing, re.MULTILINE):
+        registers = [int(number) for number in re.findall(r"\bR(\d+)", operands)]
+        is_load = re.match(r"LDG\b", opcode) is not None
+        has_result = not re.match(r"ST|RED|.SETP|BRA", opcode)
+        if pending.intersection(registers[has_result:]):
+            waited = True
+            pending.clear()
+        if is_load:
+            waits += waited
+            waited = False
+            pending.update(registers[0] + i for i in range(max(1, access_bits(opcode) // 32)))
+    return waits
+
+
+def listing_of(path: str, kernel: str) -> str:
+    """The code of the kernel with a mangled name."""
+    return run_tool("cuobjdump", "-sass", "-arch", ARCHITECTURE, "-fun", kernel, path)
 
 
 def _codes(cubin: bytes) -> Iterator[tuple[str, np.ndarray]]:
