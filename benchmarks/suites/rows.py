@@ -55,7 +55,8 @@ def case(name: str, dims: tuple[int, ...], dtype: str, group: str, shape: str = 
     full = f"{prefix}-{name}-{'x'.join(map(str, dims))}-{common.short(dtype)}"
     shape = shape or " x ".join(map(str, dims))
     work = partial(_work, op, dims, dtype, group == _GRADIENT)
-    return Case("rows", full, name, group, shape, dtype, nbytes, work)
+    shown = f"{name}, axis 1" if options else name
+    return Case("rows", full, shown, group, shape, dtype, nbytes, work)
 
 
 def cases(platform: str) -> list[Case]:

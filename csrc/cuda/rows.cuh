@@ -236,22 +236,16 @@ template <typename S, typename C, int V>
 __device__ __forceinline__ void LoadVectorOf(const S* data, const PackPlace<V>& pack, C missing,
                                              C (&v)[V]) {
   const S* source = data + pack.first;
-  if constexpr ((V & (V - 1)) == 0) {
-    if (pack.IsWhole() && reinterpret_cast<uintptr_t>(source) % kPackBytes == 0) {
-      const Pack<S, V> whole = LoadPack<V>(source);
-      JOF_UNROLL
-      for (int j = 0; j < V; ++j) v[j] = static_cast<C>(Accumulator<S>::Load(whole.elem[j]));
-      return;
+  if (pack.IsWhole() && reinterpret_cast<uintptr_t>(source) % kPackBytes == 0) {
+    const Pack<S, V> whole = LoadPack<V>(source);
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) v[j] = static_cast<C>(Accumulator<S>::Load(whole.elem[j]));
+  } else {
+    JOF_UNROLL
+    for (int j = 0; j < V; ++j) {
+      v[j] = missing;
+      if (pack.Has(j)) v[j] = static_cast<C>(Accumulator<S>::Load(source[j]));
     }
-  }
-  S elements[V];  // all are loaded before any is used
-  JOF_UNROLL
-  for (int j = 0; j < V; ++j) {
-    if (pack.Has(j)) elements[j] = source[j];
-  }
-  JOF_UNROLL
-  for (int j = 0; j < V; ++j) {
-    v[j] = pack.Has(j) ? static_cast<C>(Accumulator<S>::Load(elements[j])) : missing;
   }
 }
 

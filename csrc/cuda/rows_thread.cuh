@@ -90,13 +90,40 @@ class ThreadRowsBody {
     if constexpr (kVectors > 0) {
       JOF_UNROLL
       for (int i = 0; i < kVectors; ++i) {
+        const RowVector& vector = program_.vectors[i];
+        const C missing = program_.Missing(i);
         C values[kWidth];
-        internal::LoadVector<T>(program_.vectors[i], internal::PackPlace<kWidth>{0, kWidth},
-                                program_.Missing(i), values);
+        if (vector.data == nullptr) {
+          JOF_UNROLL
+          for (int j = 0; j < kWidth; ++j) values[j] = missing;
+        } else if (vector.is_f32) {
+          LoadVector(static_cast<const float*>(vector.data), values);
+        } else {
+          LoadVector(static_cast<const T*>(vector.data), values);
+        }
         JOF_UNROLL
         for (int j = 0; j < kWidth; ++j) vectors_[j][i] = values[j];
       }
     }
+  }
+
+  template <typename S>
+  __device__ __forceinline__ static void LoadVector(const S* data, C (&v)[kWidth]) {
+    if constexpr ((kWidth & (kWidth - 1)) == 0) {
+      if (reinterpret_cast<uintptr_t>(data) % kPackBytes == 0) {
+        const Pack<S, kWidth> whole = LoadPack<kWidth>(data);
+        JOF_UNROLL
+        for (int j = 0; j < kWidth; ++j) {
+          v[j] = static_cast<C>(Accumulator<S>::Load(whole.elem[j]));
+        }
+        return;
+      }
+    }
+    S elements[kWidth];  // all are loaded before any is used, so that no load waits for another
+    JOF_UNROLL
+    for (int j = 0; j < kWidth; ++j) elements[j] = data[j];
+    JOF_UNROLL
+    for (int j = 0; j < kWidth; ++j) v[j] = static_cast<C>(Accumulator<S>::Load(elements[j]));
   }
 
   __device__ __forceinline__ void Process(int64_t row, Row& facts, const Words& words) const {
