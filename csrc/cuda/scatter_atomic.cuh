@@ -438,9 +438,9 @@ cudaError_t CombineRows(R reduction, const ScatterCall& call, bool is_wide, To* 
   };
   if (is_wide) return in_groups(uint64_t{});
   if (rows * parts >= kManyParts) return in_groups(uint32_t{});
-  // More rows of a thread cost up to 1 us, but save atomics on hot rows. Eight rows of packs of 8
-  // would take too many registers.
-  constexpr int kMostRows = kPack <= 4 ? 8 : 4;
+  // More rows of a thread cost up to 1 us, but save atomics on hot rows. Eight rows of packs of 8,
+  // or of single 16-bit elements, would take too many registers.
+  constexpr int kMostRows = kPack <= 4 && (kPack > 1 || sizeof(To) > 2) ? 8 : 4;
   if (rows <= 256) return by_threads(std::integral_constant<int, 2>());
   if (rows <= 2048) return by_threads(std::integral_constant<int, 4>());
   return by_threads(std::integral_constant<int, kMostRows>());

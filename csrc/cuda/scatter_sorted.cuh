@@ -196,9 +196,6 @@ __global__ void __launch_bounds__(kBlockSize, 4)
     clear();
     for (int p = begin; p < end; p += kUnroll) {
       Pack<T, kPack> row[kUnroll];
-      Index id[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) id[u] = ids[min(p + u, end - 1)];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const T* const at = updates + s.Row(first + min(p + u, end - 1)) * s.inner;
@@ -214,7 +211,7 @@ __global__ void __launch_bounds__(kBlockSize, 4)
         for (int i = 0; i < kPack; ++i)
           sum[i] = s.reduction.Combine(sum[i], s.reduction.Load(row[u].elem[i]));
       };
-      if (p + kUnroll <= end && id[kUnroll - 1] == current) {
+      if (p + kUnroll <= end && ids[p + kUnroll - 1] == current) {
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) add(u);
         continue;
@@ -222,14 +219,15 @@ __global__ void __launch_bounds__(kBlockSize, 4)
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (p + u >= end) break;
-        if (id[u] != current) {
+        const Index id = ids[p + u];
+        if (id != current) {
           if (in_head) {
             put_head(true);
             in_head = false;
           } else {
             finish();
           }
-          current = id[u];
+          current = id;
           clear();
         }
         add(u);

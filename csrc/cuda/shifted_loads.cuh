@@ -84,26 +84,21 @@ __device__ __forceinline__ bool CanRead(const char* first, const char* last, con
   return first - array >= kPackBytes && last + 2 * kPackBytes <= array + array_bytes;
 }
 
-// Those of the 16 bytes at a pointer to elements that are inside the array. All are loaded before
-// any is used.
+// Those of the 16 bytes at a pointer to elements that are inside the array.
 template <int kBytes>
 __device__ __forceinline__ uint4 LoadElements(const char* source, const char* array,
                                               size_t array_bytes) {
-  constexpr int kCount = kPackBytes / kBytes;
-  Word<kBytes> loaded[kCount]{};
-  JOF_UNROLL
-  for (int i = 0; i < kCount; ++i) {
-    const char* element = source + i * kBytes;
-    if (element >= array && element < array + array_bytes) {
-      loaded[i] = __ldg(reinterpret_cast<const Word<kBytes>*>(element));
-    }
-  }
   union {
     uint4 value;
-    Word<kBytes> elements[kCount];
+    Word<kBytes> elements[kPackBytes / kBytes];
   };
   JOF_UNROLL
-  for (int i = 0; i < kCount; ++i) elements[i] = loaded[i];
+  for (int i = 0; i < kPackBytes / kBytes; ++i) {
+    const char* element = source + i * kBytes;
+    if (element >= array && element < array + array_bytes) {
+      elements[i] = __ldg(reinterpret_cast<const Word<kBytes>*>(element));
+    }
+  }
   return value;
 }
 
