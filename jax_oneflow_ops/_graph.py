@@ -155,6 +155,12 @@ def joined(*entries: Any) -> Any:
     return next((entry for entry in entries if entry is not None), None)
 
 
+def beside(edges: Any, features: Sequence[Any]) -> Any:
+    """The sharding of edges, None if its mesh axes shard features, too: these keep them."""
+    used = {axis for entry in features for axis in _compat.names_of(entry)}
+    return None if used.intersection(_compat.names_of(edges)) else edges
+
+
 def _order_type(ids: Any, **_: Any) -> list[Any]:
     return [ids.update(dtype=jnp.dtype(jnp.int32), weak_type=False)] * 2
 
@@ -169,7 +175,8 @@ def _message_sum_type(*args: Any, num_segments: int, **_: Any) -> Any:
 
 def _edge_dot_type(senders: Any, *args: Any, dtype: Any, **_: Any) -> Any:
     *_orders, a, b = args
-    spec = (senders.sharding.spec[0], joined(a.sharding.spec[1], b.sharding.spec[1]))
+    heads = joined(a.sharding.spec[1], b.sharding.spec[1])
+    spec = (beside(senders.sharding.spec[0], [heads]), heads)
     result = _compat.with_spec(a, (senders.shape[0], a.shape[1]), spec)
     return result.update(dtype=dtype, weak_type=False)
 
@@ -202,12 +209,8 @@ def rule(
             if len(aval.shape) > len(names):  # no weights
                 names[:1] = ["none", "one"]
         whole = {name for names in (*ids, *operands, *results) for name in names} - {*free}
-        return _primitive.ShardingRule(
-            [*ids, *operands],
-            [*map(list, results)],
-            frozenset(whole - unread),
-            unread=frozenset(unread),
-        )
+        sides = [*ids, *operands], [*map(list, results)]
+        return _primitive.ShardingRule(*sides, frozenset(whole), unread=frozenset(unread))
 
     return of
 

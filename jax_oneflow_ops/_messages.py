@@ -127,8 +127,7 @@ def _type(*avals: Any, spec: Spec, num_segments: int, **_: Any) -> Any:
     shape = (rows, *(n if kept else 1 for n, kept in zip(row, spec.kept, strict=True)))
     entries = [e if kept else None for e, kept in zip(entries, spec.kept, strict=True)]
     first = senders.sharding.spec[0] if spec.target == "e" else None
-    if set(_compat.names_of(first)) & {a for e in entries for a in _compat.names_of(e)}:
-        first = None  # a mesh axis shards one dimension; the features keep it
+    first = _graph.beside(first, entries)
     return _compat.with_spec(operands[0], shape, (first, *entries)).update(
         dtype=spec.dtype, weak_type=False
     )
@@ -161,10 +160,11 @@ def _sharding_rule(*avals: Any, spec: Spec, **_: Any) -> _primitive.ShardingRule
     whole.update({spec.target} - {"e"})
     whole.update(f"sum{d}" for d, kept in enumerate(spec.kept) if not kept)
     orders = [[f"i{k}_{d}" for d in range(len(avals[k].shape))] for k in range(GRAPH - 4, GRAPH)]
+    unread = frozenset(name for names in orders for name in names)
+    whole.update(unread)
     if spec.reduction != "sum":
         whole.add("e")
     ids = [["e"], ["e"], *orders]
-    unread = frozenset(name for names in orders for name in names)
     return _primitive.ShardingRule([*ids, *sides], [result], frozenset(whole), unread=unread)
 
 

@@ -230,7 +230,10 @@ def is_used(function: str, platform: str, implementation: str | None) -> bool:
 def _missing(function: str, platform: str, problem: str | None) -> NotImplementedError:
     """The error for `function(..., implementation="native")` on a platform without kernels."""
     if problem is None:
-        remedy = f'use implementation="xla", or leave it at None and unset {_ENVIRONMENT_VARIABLE}'
+        remedy = (
+            'use implementation="xla" or leave it at None; '
+            f"unset {_ENVIRONMENT_VARIABLE} if it is set"
+        )
         if platform == "cuda":
             remedy = (
                 "rebuild the package with the CUDA module: `JOF_CUDA=ON pip install .` in its "

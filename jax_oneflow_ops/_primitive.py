@@ -42,7 +42,7 @@ class ShardingRule:
     rows: str | None = None
     # From the number of shards of the rows: the parameters that change for the call on one of them.
     params_of_shard: Callable[[int], Params] = lambda shards: {}
-    # Names of dimensions that no device needs if others are sharded. XLA removes their gathers.
+    # Names of dimensions that no device needs if "e" is sharded. XLA then removes their gathers.
     unread: frozenset[str] = frozenset()
 
 
@@ -64,28 +64,27 @@ class GatherWarning(UserWarning):
     """
 
 
-def _warn(message: str, *, of: tuple[str, ...] = ()) -> None:
-    """Warns once of each `of`, by default of each message."""
-    key = of or (message,)
-    if key not in _warned:
+def _warn(function: str, message: str, *, of: tuple[str, ...] = ()) -> None:
+    """Warns once of each `of`, by default of each message.
+
+    Calls that a public function makes for itself have no name: their gathers are not its own.
+    """
+    key = (function, *(of or (message,)))
+    if function and key not in _warned:
         _warned.add(key)
-        warnings.warn(message, GatherWarning, stacklevel=2)
+        warnings.warn(f"{function}: {message}", GatherWarning, stacklevel=2)
 
 
 _warned = set[tuple[str, ...]]()
 
 
 def _warn_of_gather(function: str, place: str, reason: str, array: str = "") -> None:
-    """Warns of a place, which is that of the argument `array` if it has no name.
-
-    Calls that no public function makes on its own have no name, and no warning.
-    """
-    if not function:
-        return
+    """Warns of a place, which is that of the argument `array` if it has no name."""
     _warn(
-        f"{function}: {array or place} is sharded and will be all-gathered: {reason}. "
+        function,
+        f"{array or place} is sharded and will be all-gathered: {reason}. "
         "docs/sharding.md lists the dimensions that need no communication.",
-        of=(function, place, reason),
+        of=(place, reason),
     )
 
 
@@ -245,9 +244,10 @@ def define(
             call = partitioned(platform, tuple(params.items()))
         if automatic:
             _warn(
-                f"{name(params)}: in a shard_map over some axes of the mesh only, arrays that are "
-                f"sharded over its other axes ({', '.join(automatic)}) are all-gathered. Remedy: "
-                "name all axes that shard them in axis_names."
+                name(params),
+                "in a shard_map over some axes of the mesh only, arrays that are sharded over its "
+                f"other axes ({', '.join(automatic)}) are all-gathered. Remedy: name all axes that "
+                "shard them in axis_names.",
             )
         results = mlir.lower_fun(call, multiple_results=multiple_results)(ctx, *args)
         return _compat.with_shardings_of_types(ctx, results)
@@ -495,9 +495,10 @@ def _partitioned(
             if (found := _compat.in_mesh_axes(array, mesh)) is not None:
                 return found
             _warn(
-                f"{public_name}: every device computes all of an array of shape {array.shape}: "
-                "mesh axes cannot express its sharding, as after a reshape of a sharded dimension. "
-                "Remedy: apply jax.lax.with_sharding_constraint to the reshaped array."
+                public_name,
+                f"every device computes all of an array of shape {array.shape}: mesh axes cannot "
+                "express its sharding, as after a reshape of a sharded dimension. Remedy: apply "
+                "jax.lax.with_sharding_constraint to the reshaped array.",
             )
             replicated = NamedSharding(mesh, PartitionSpec())
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=replicated)
@@ -596,8 +597,6 @@ def _mesh_axes(
         these = _compat.names_of(entry)
         is_free = not {axis for used in axes.values() for axis in used}.intersection(these)
         reason = None
-        if name in names.unread:
-            continue
         if name in names.replicated:
             reason = "every device needs all of it"
         elif name == names.rows or name not in everywhere:
@@ -624,7 +623,7 @@ def _mesh_axes(
             del axes[rows]
             gathered[rows] = "that moves less data than all-reducing partial results"
     for name, reason in gathered.items():
-        if name in axes:
+        if name in axes or ("e" in axes and name in names.unread):
             continue
         operand = next(i for i, side in enumerate(names.operands) if name in side)
         dimension = f"dimension {names.operands[operand].index(name)} of"

@@ -156,7 +156,8 @@ def _result_type(reference: Callable[..., jax.Array], *arrays: jax.Array) -> jax
     dtype, *others = {x.dtype for x in arrays}
     is_plain = not others and dtype in _FLOATS and not any(jax.typeof(x).weak_type for x in arrays)
     # jnp may warn of different ranks, or raise an error.
-    checks_ranks = jax.config.jax_numpy_rank_promotion != "allow"
+    config: Any = jax.config
+    checks_ranks = config.jax_numpy_rank_promotion != "allow"
     if not is_plain or (checks_ranks and len({x.ndim for x in arrays} - {0}) > 1):
         like: jax.ShapeDtypeStruct = jax.eval_shape(reference, *arrays)
         return like

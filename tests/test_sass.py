@@ -129,8 +129,8 @@ def test_the_modules_kernels(kernels):
 
 # By a pattern of the name: how often a kernel waits for loads before it begins others. Ids must be
 # known before the rows that they name are loaded, and parts of packs at the end of an array are
-# loaded separately. Waiting costs most where threads are few: 20,000
-# rows of 17 f16 were summed in 5.7 us by loads that waited for each other, and in 4.5 since.
+# loaded separately. Waiting costs most where threads are few: sums of 20,000 rows of 17 f16 took
+# 5.7 us when loads waited for each other, and take 4.5 us (H200).
 WAITING = {
     r"FewRowsKernel<float, 4, 8, .*Addition<float>, int, unsigned int>": 0,
     r"CombineKernel<float, 4, 4, .*Addition<float>, int, unsigned int>": 0,
@@ -144,17 +144,13 @@ WAITING = {
 
 
 def test_loads_do_not_wait_for_each_other(module):
+    kernels = [kernel for kernel in module.kernels if kernel.architecture == sass.ARCHITECTURE]
+    if not kernels:
+        pytest.skip(f"the module has no code for {sass.ARCHITECTURE}")
     found = {}
     for pattern in WAITING:
-        kernels = [
-            kernel.symbol
-            for kernel in module.kernels
-            if kernel.architecture == sass.ARCHITECTURE and re.search(pattern, kernel.name)
-        ]
-        if not kernels:
-            pytest.skip(f"the module has no code for {sass.ARCHITECTURE}")
-        assert len(kernels) == 1, pattern
-        listing = sass.listing_of(_native._loaded["cuda"].__file__, kernels[0])
+        [symbol] = [kernel.symbol for kernel in kernels if re.search(pattern, kernel.name)]
+        listing = sass.listing_of(_native._loaded["cuda"].__file__, symbol)
         found[pattern] = sass.waiting_loads(listing)
     assert {pattern: n for pattern, n in found.items() if n > WAITING[pattern]} == {}
 

@@ -209,6 +209,24 @@ def test_lookups_of_rows_of_every_length(mode):
         assert_same_bits(looked_up, oracle.gather_rows(table, rows, np.uint8(255)))
 
 
+@pytest.mark.parametrize("count", [65_536, 65_537, 70_007])
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_lookups_of_many_single_words(mode, count):
+    """On a GPU, from 65,537 ids on, threads load several ids and store several words at once."""
+    rng = rng_for(mode, count)
+    ids = rng.integers(-3, 24, count)
+    tables = [any_bits(rng, (21, 1), f"uint{bits}") for bits in (8, 16, 32, 64)]
+    with jax.enable_x64(True):
+        for dtype in (np.int32, np.int64):
+            for table in tables:
+                looked_up = jof.embedding_lookup(
+                    table, ids.astype(dtype), mode=mode, implementation="native"
+                )
+                rows = oracle.named_rows(ids, 21, wrap=mode == "fill", clip=mode == "clip")
+                fill = np.iinfo(table.dtype).max
+                assert_same_bits(looked_up, oracle.gather_rows(table, rows, table.dtype.type(fill)))
+
+
 @pytest.mark.parametrize(
     ("count", "bucket_size"), [(0, 3), (1, 1), (10, 3), (10, 10), (10, 40), (10, None)]
 )

@@ -726,15 +726,20 @@ def test_an_order_of_all_edges_is_not_gathered(has_plan):
         )
 
 
+@pytest.mark.parametrize("is_product", [False, True])
 @pytest.mark.parametrize("name", ["message_sum", "message_mean", "message_max"])
 @pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
-def test_gradients_of_edges_where_a_mesh_axis_also_shards_features(name):
+def test_gradients_of_edges_where_a_mesh_axis_also_shards_features(name, is_product):
+    """Sums of products have kernels of their own."""
     ids = np.arange(8) % 5
-    xs = integers((8, 8)), ids, integers((8, 8), 1)
+    xs = integers((8, 8, 3)), ids, integers((8, 8), 1)
 
     def f(table, ids, edges):
-        function = functools.partial(getattr(jof, name), lambda x, e: jnp.tanh(x) * e)
-        return function((table,), ids, ids, edges, num_segments=8).sum()
+        def function(x, e):
+            return x * e if is_product else jnp.tanh(x) * e
+
+        message = functools.partial(getattr(jof, name), function, (table,), ids, ids)
+        return message(edges[..., None], num_segments=8).sum()
 
     step = jax.value_and_grad(f, argnums=(0, 2))
     expected = step(*xs)

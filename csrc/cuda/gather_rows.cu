@@ -11,13 +11,14 @@ JOF_NAMESPACE_BEGIN
 namespace {
 
 constexpr int kItemsOfMany = 4;
-// Up to this number of words, a thread moves one; if rows are single words, up to a quarter of it.
+// Up to this number of words, a thread moves one. GatherWordsKernel needs more than a quarter of
+// it.
 constexpr int64_t kFewWords = 1 << 18;
 
-// A thread moves kItems words that are kBlockSize apart. It loads all of their ids, before uses
-// that branch, then all of their rows. With one word per thread, memory would idle while threads
-// wait for ids; but if there are few words, more threads load at once. Offset is uint32_t or
-// uint64_t, wide enough to index the words of the result.
+// A thread moves kItems words that are kBlockSize apart. It loads all of their ids before it uses
+// one, then all of their rows. With one word per thread, memory would idle while threads wait for
+// ids; but if there are few words, more threads load at once. Offset is uint32_t or uint64_t, wide
+// enough to index the words of the result.
 template <int kBytes, int kItems, typename Index, typename Offset>
 __global__ void __launch_bounds__(kBlockSize)
     GatherKernel(IndexRule rule, Offset items, bool shared_ids, FastDivider<Offset> by_inner,

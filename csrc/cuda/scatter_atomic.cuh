@@ -101,8 +101,8 @@ struct RowsScatter {
         by_rows(static_cast<Offset>(call.problem.rows)),
         ids(static_cast<const Index*>(call.ids)) {}
 
-  // The id of a row. Kernels load all of their ids and packs before they use any: the uses branch,
-  // so loads after them would wait.
+  // The id of a row. FewRowsKernel and CombineKernel load all of their ids and packs before they
+  // use any: the uses branch, so loads after them would wait.
   __device__ Index Id(Offset row) const {
     Offset n;
     by_rows.DivMod(row, &n);
@@ -410,7 +410,9 @@ cudaError_t FinishAll(R reduction, const ScatterCall& call, int64_t outputs, cud
 
 // For rows of three or more packs. From kManyParts parts on, warps take groups of rows. A row has a
 // part for every 32 packs. With 64-bit offsets, they always do.
-constexpr int64_t kManyParts = 1 << 18, kFewThreads = 1 << 15;
+constexpr int64_t kManyParts = 1 << 18;
+// Up to this number of threads, FewRowsKernel runs in small blocks.
+constexpr int64_t kFewThreads = 1 << 15;
 
 template <int kPack, typename Index, typename R, typename To>
 cudaError_t CombineRows(R reduction, const ScatterCall& call, bool is_wide, To* sums,

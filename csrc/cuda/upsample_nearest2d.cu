@@ -17,9 +17,10 @@
 //   RepeatKernel: factor 2 for pixels of whole packs (NHWC), which are copied unchanged.
 //   MapKernel: any index map and any pixel size, for rows of whole packs.
 //   FlatKernel: the same for rows of any length. A thread makes a pack of the flat output. A pack
-//     that is shorter than a pixel comes from one or two of them; else the source of each element
-//     is found separately. In us: 331 MB of bf16 images of 124 x 7 by 3 147 (with a division for
-//     each row 231), 880 MB of f32 with 65 channels by 2 243 (with two for each element 263).
+//     that is not longer than a pixel comes from one or two of them; else the source of each
+//     element is found separately. On an H200, 19,108 bf16 images of 124 x 7 are enlarged 3 times
+//     in 147 us (with a division for each row: 231), and 48 f32 images of 91 x 155 with 65 channels
+//     twice in 243 us (with two divisions for each element: 263).
 // If there are few elements, a thread makes one element, which takes 0.1 to 0.3 us less than a
 // pack.
 //
