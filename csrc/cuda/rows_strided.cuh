@@ -4,6 +4,16 @@
 // of a row fits there. Otherwise it reads them again in each pass. Also handles rows of 2^30
 // elements and more.
 //
+// Measured on an H200, in us: softmax along the second axis; the same by earlier versions, which
+// had tiles of at most 128 bytes along inner or combined values in shared memory one by one; XLA:
+//                          f32               bf16
+//   (1, 512, 512)          3.6, 7.1, 7.8     4.6, 11.9, 8.0
+//   (8, 21, 262144)        141, 427, 186     129, 239, 132
+//   (16, 2048, 512)        78, 126, 92       39, 81, 61
+//   (64, 768, 196)         54, 53, 41        59, 59, 30
+//   (8, 50000, 16)         157, 183, 30      134, 138, 23
+// Slow are few long rows, which occupy few multiprocessors, and rows that do not fit in registers.
+//
 // Handles the programs of rows.cuh.
 #pragma once
 
