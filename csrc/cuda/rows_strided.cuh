@@ -12,7 +12,8 @@
 //   (16, 2048, 512)        78, 126, 92       39, 81, 61
 //   (64, 768, 196)         54, 53, 41        59, 59, 30
 //   (8, 50000, 16)         157, 183, 30      134, 138, 23
-// Slow are few long rows, which occupy few multiprocessors, and rows that do not fit in registers.
+// Few long rows are slow because they occupy few multiprocessors. Why rows of 768 are slow here was
+// not found.
 //
 // Handles the programs of rows.cuh.
 #pragma once
