@@ -196,12 +196,11 @@ def _call(
     nbytes = n * x.dtype.itemsize
     # XLA loads 16-bit rows of odd lengths one element at a time.
     alignment = "whole packs" if nbytes % 16 == 0 else "edges" if nbytes % 4 == 0 else "odd edges"
-    sizes: tuple[int, ...] = (n,)
     inner = math.prod(x.shape[axis + 1 :])
     if inner > 1:
-        alignment, sizes = "strided", (n, inner)
+        alignment = "strided"
     kind = ("rows", f"{group} {direction}", alignment, function or group)
-    return _policy.Call(kind, passes * _policy.nbytes(x), sizes)
+    return _policy.Call(kind, passes * _policy.nbytes(x), (n, inner))
 
 
 def not_linear(*args: Any, **params: Any) -> Any:
