@@ -210,7 +210,7 @@ def rule(
                 names[:1] = ["none", "one"]
         whole = {name for names in (*ids, *operands, *results) for name in names} - {*free}
         sides = [*ids, *operands], [*map(list, results)]
-        return _primitive.ShardingRule(*sides, frozenset(whole), unread=frozenset(unread))
+        return _primitive.ShardingRule(*sides, frozenset(whole), unread={"e": frozenset(unread)})
 
     return of
 

@@ -165,7 +165,7 @@ def _sharding_rule(*avals: Any, spec: Spec, **_: Any) -> _primitive.ShardingRule
     if spec.reduction != "sum":
         whole.add("e")
     ids = [["e"], ["e"], *orders]
-    return _primitive.ShardingRule([*ids, *sides], [result], frozenset(whole), unread=unread)
+    return _primitive.ShardingRule([*ids, *sides], [result], frozenset(whole), unread={"e": unread})
 
 
 # ---- implementations ----

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,8 +42,8 @@ class ShardingRule:
     rows: str | None = None
     # From the number of shards of the rows: the parameters that change for the call on one of them.
     params_of_shard: Callable[[int], Params] = lambda shards: {}
-    # Names of dimensions that no device needs if "e" is sharded. XLA then removes their gathers.
-    unread: frozenset[str] = frozenset()
+    # By name: dimensions that no device needs if this one is sharded. XLA removes their gathers.
+    unread: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -622,8 +622,9 @@ def _mesh_axes(
         if moved > elements(args[0], names.operands[0]) * _count(mesh, axes[rows]):
             del axes[rows]
             gathered[rows] = "that moves less data than all-reducing partial results"
+    unread = frozenset[str]().union(*(of for name, of in names.unread.items() if name in axes))
     for name, reason in gathered.items():
-        if name in axes or ("e" in axes and name in names.unread):
+        if name in axes or name in unread:
             continue
         operand = next(i for i, side in enumerate(names.operands) if name in side)
         dimension = f"dimension {names.operands[operand].index(name)} of"

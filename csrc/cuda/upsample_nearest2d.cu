@@ -159,17 +159,17 @@ __global__ void __launch_bounds__(kBlockSize)
   StoreRows(pack, y + size_t{n * g.out_h} * g.out_row + j * kPack, first, last, g.out_row);
 }
 
-// Moves through the runs of `elements` elements, pixels or rows, that successive outputs read.
+// Moves through the source rows, of `elements` elements, that successive output rows read.
 template <typename Index>
 class Runs {
  public:
   __device__ Runs(const NearestMap<Index>& map, Index elements)
       : map_(map), elements_(elements), least_(map.whole() * elements) {}
 
-  // Where the run begins that output o reads.
+  // Where the row begins that output row o reads.
   __device__ Index Begin(Index o) { return map_.Source(o, &rest_) * elements_; }
 
-  // The distance from there to the run that the next output reads. Takes less than a division.
+  // The distance from there to the one that the next output row reads. Takes less than a division.
   __device__ Index Next() { return map_.Grows(&rest_) ? least_ + elements_ : least_; }
 
  private:
