@@ -416,6 +416,16 @@ def parts_of_sums(platform: str, rows: Any, n: Any) -> int:
     return min(rows + more, parts) if isinstance(rows, int) else parts
 
 
+def parts_of_strided_sums(rows: Any, itemsize: int) -> int:
+    """The most parts on a GPU of sums over rows whose elements are not contiguous.
+
+    Blocks are small then, so there are several for each multiprocessor. All parts together take at
+    most about an eighth of the bytes of the arrays that are read and written.
+    """
+    most = 1584
+    return min(rows, max(16, min(most, rows * itemsize // 32))) if isinstance(rows, int) else most
+
+
 def sum_over(
     axes: Sequence[str],
     x: jax.Array,

@@ -487,21 +487,27 @@ def logsumexp_jvp(x: jax.Array, *operands: jax.Array, axis: int) -> jax.Array:
 
 
 def norm(
-    x: jax.Array, *operands: jax.Array, center: bool, epsilon: float, given: tuple[bool, ...]
+    x: jax.Array,
+    *operands: jax.Array,
+    axis: int,
+    center: bool,
+    epsilon: float,
+    given: tuple[bool, ...],
 ) -> list[jax.Array]:
-    """The norm of rows along the last axis, x + residual if there is one, and 3 statistics.
+    """The norm of rows, x + residual if there is one, and 3 statistics per row, in a last axis.
 
     Args:
-      x: rows.
+      x: rows along `axis`.
       *operands: those of residual, scale and bias that are given.
+      axis: the axis of the rows.
       center: whether the mean is subtracted.
       epsilon: the number added to the variance, or to the mean of squares.
       given: which operands are given.
     """
     residual, scale, bias = spread(operands, given)
     total = x if residual is None else (_wide(x) + _wide(residual)).astype(x.dtype)
-    y, mean, rstd = _normalized(total, scale, bias, center, epsilon)
-    stats = _statistics(mean, rstd)
+    y, mean, rstd = _normalized(total, scale, bias, axis, center, epsilon)
+    stats = _statistics(_at_end(mean, axis), _at_end(rstd, axis))
     results = [y.astype(x.dtype), stats]
     return results if residual is None else [results[0], total, stats]
 
@@ -525,27 +531,43 @@ def _statistics(mean: jax.Array, rstd: jax.Array) -> jax.Array:
     return at(0, mean) + at(2, rstd)
 
 
-def _like_rows(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """A vector over the columns of `x`, in its dtype and with its rank."""
-    return lax.expand_dims(vector.astype(x.dtype), range(x.ndim - 1))
+def _at_end(of_rows: jax.Array, axis: int) -> jax.Array:
+    """An array with one value per row, whose dimension of size 1 moves from `axis` to the end."""
+    return of_rows if axis == of_rows.ndim - 1 else jnp.expand_dims(of_rows.squeeze(axis), -1)
+
+
+def _other_axes(x: jax.Array, axis: int) -> list[int]:
+    return [a for a in range(x.ndim) if a != axis]
+
+
+def _like_rows(vector: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    """A vector along `axis` of `x`, in its dtype and with its rank."""
+    return lax.expand_dims(vector.astype(x.dtype), _other_axes(x, axis))
 
 
 def _normalized(
-    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, center: bool, epsilon: float
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    axis: int,
+    center: bool,
+    epsilon: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     wide = _wide(x)
-    mean = wide.mean(-1, keepdims=True) if center else jnp.zeros((*x.shape[:-1], 1), wide.dtype)
+    of_rows = *x.shape[:axis], 1, *x.shape[axis + 1 :]
+    mean = wide.mean(axis, keepdims=True) if center else jnp.zeros(of_rows, wide.dtype)
     centred = wide - mean
-    rstd = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + epsilon)
+    rstd = jax.lax.rsqrt((centred * centred).mean(axis, keepdims=True) + epsilon)
     y = centred * rstd
-    y = y if scale is None else y * _like_rows(scale, y)
-    return y if bias is None else y + _like_rows(bias, y), mean, rstd
+    y = y if scale is None else y * _like_rows(scale, y, axis)
+    return y if bias is None else y + _like_rows(bias, y, axis), mean, rstd
 
 
 def norm_vjp(
     x: jax.Array,
     stats: jax.Array,
     *operands: jax.Array,
+    axis: int,
     center: bool,
     epsilon: float,
     given: tuple[bool, ...],
@@ -554,9 +576,10 @@ def norm_vjp(
     """The cotangents of x and, if wanted, of scale and bias in the dtype that rows are computed in.
 
     Args:
-      x: rows, or their sum with the residual if there was one.
+      x: rows along `axis`, or their sum with the residual if there was one.
       stats: not read.
       *operands: those of scale, dy and the sum's cotangent that are given.
+      axis: as for `norm`.
       center: as for `norm`.
       epsilon: as for `norm`.
       given: which operands are given; dy always is.
@@ -564,16 +587,16 @@ def norm_vjp(
     """
     scale, ct, of_sum = spread(operands, given)
     wide = _wide(x)
-    mean = wide.mean(-1, keepdims=True) if center else 0
+    mean = wide.mean(axis, keepdims=True) if center else 0
     centred = wide - mean
-    rstd = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + epsilon)
+    rstd = jax.lax.rsqrt((centred * centred).mean(axis, keepdims=True) + epsilon)
     normalized, dy = centred * rstd, _wide(ct)
-    g = dy if scale is None else dy * _like_rows(scale, dy)
+    g = dy if scale is None else dy * _like_rows(scale, dy, axis)
     # The mean of g * centred does not wait for rstd, so XLA computes it with the mean of squares.
-    dx = g - normalized * (rstd * (g * centred).mean(-1, keepdims=True))
-    dx = (dx - g.mean(-1, keepdims=True) if center else dx) * rstd
+    dx = g - normalized * (rstd * (g * centred).mean(axis, keepdims=True))
+    dx = (dx - g.mean(axis, keepdims=True) if center else dx) * rstd
     dx = dx if of_sum is None else dx + _wide(of_sum)
-    rows = tuple(range(x.ndim - 1))
+    rows = tuple(_other_axes(x, axis))
     sums = [(dy * normalized).sum(rows), dy.sum(rows)]
     return [dx.astype(x.dtype), *(s for s, w in zip(sums, wanted, strict=True) if w)]
 
@@ -582,6 +605,7 @@ def norm_jvp(
     x: jax.Array,
     stats: jax.Array,
     *operands: jax.Array,
+    axis: int,
     center: bool,
     epsilon: float,
     given: tuple[bool, ...],
@@ -590,9 +614,10 @@ def norm_jvp(
     """The tangent of the result and, if `passed`, that of x unchanged.
 
     Args:
-      x: rows, or their sum with the residual if there was one.
+      x: rows along `axis`, or their sum with the residual if there was one.
       stats: not read.
       *operands: those of scale and the tangents of x, scale and bias that are given.
+      axis: as for `norm`.
       center: as for `norm`.
       epsilon: as for `norm`.
       given: which operands are given.
@@ -603,13 +628,13 @@ def norm_jvp(
     wide = _wide(x)
 
     def f(x: jax.Array) -> jax.Array:
-        return _normalized(x, None, None, center, epsilon)[0]
+        return _normalized(x, None, None, axis, center, epsilon)[0]
 
     zero = jnp.zeros_like(wide)
     normalized, t = jax.jvp(f, [wide], [zero if t_x is None else _wide(t_x)])
-    t = t if scale is None else t * _like_rows(scale, t)
-    t = t if t_scale is None else t + normalized * _like_rows(t_scale, t)
-    t = t if t_bias is None else t + _like_rows(t_bias, t)
+    t = t if scale is None else t * _like_rows(scale, t, axis)
+    t = t if t_scale is None else t + normalized * _like_rows(t_scale, t, axis)
+    t = t if t_bias is None else t + _like_rows(t_bias, t, axis)
     return [t.astype(x.dtype), *([zero.astype(x.dtype) if t_x is None else t_x] * passed)]
 
 
@@ -633,7 +658,8 @@ def _group_norm(
     mean = in_groups.mean(axes, keepdims=True)
     centred = in_groups - mean
     rstd = jax.lax.rsqrt((centred * centred).mean(axes, keepdims=True) + epsilon)
-    y = (centred * rstd).reshape(x.shape) * _like_rows(scale, x) + _like_rows(bias, x)
+    last = x.ndim - 1
+    y = (centred * rstd).reshape(x.shape) * _like_rows(scale, x, last) + _like_rows(bias, x, last)
     return jax.nn.silu(y) if silu else y, mean.squeeze(axes), rstd.squeeze(axes)
 
 

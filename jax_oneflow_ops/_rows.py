@@ -99,22 +99,16 @@ def _rule(kinds: Kinds, rank: int, axis: int, *, in_parts: bool = False) -> _pri
 
 
 def _batched(
-    args: Sequence[Any],
-    dims: Sequence[int | None],
-    kinds: Kinds,
-    axis: int,
-    *,
-    rows_last: bool = False,
+    args: Sequence[Any], dims: Sequence[int | None], kinds: Kinds, axis: int
 ) -> tuple[list[Any], int, list[int | None]]:
     """Operands with aligned batch axes, the axis of rows, and the batch axes of the results.
 
-    The batch axis is moved to where the first operand that has one has it. It is moved to the front
-    if that operand is not an array, or if it would follow rows that must be the last axis. Row
-    vectors have no batch axis.
+    The batch axis is moved to where the first operand that has one has it, or to the front if that
+    operand is not an array. Row vectors have no batch axis.
     """
     first = next(i for i, d in enumerate(dims) if d is not None)
     at = dims[first] or 0
-    if kinds[0][first] != ARRAY or (rows_last and at > axis):
+    if kinds[0][first] != ARRAY:
         at = 0
     axis += at <= axis
     place = {ARRAY: at, ROW: at - (at > axis), STATS: at - (at > axis)}
@@ -533,7 +527,7 @@ logsumexp_p = _define_logsumexp("logsumexp", "logsumexp", 0)
 cross_entropy_p = _define_logsumexp("cross_entropy", "softmax_cross_entropy_with_integer_labels", 1)
 
 
-# ---- norms, of rows along the last axis ----
+# ---- norms ----
 #
 # The parameter `given` says which of the optional operands are present, in their order.
 
@@ -562,33 +556,29 @@ def _function_of_norm(*, center: bool, **_: Any) -> str:
     return "layer_norm" if center else "rms_norm"
 
 
-def _norm_types(x: Any, *_: Any, given: Sequence[bool], keeps: bool, **__: Any) -> list[Any]:
-    axis = x.ndim - 1
+def _norm_types(
+    x: Any, *_: Any, axis: int, given: Sequence[bool], keeps: bool, **__: Any
+) -> list[Any]:
     y = _with_rows_whole(x, axis)
     stats = _without(x, axis, 3).update(dtype=_reference.row_dtype(x.dtype))
     return [y, *[y] * given[0], *[stats] * keeps]
 
 
-def _norm_vjp_types(x: Any, *_: Any, wanted: Sequence[bool], **__: Any) -> list[Any]:
-    axis = x.ndim - 1
-    vector = _compat.with_spec(x, x.shape[-1:], [None])
+def _norm_vjp_types(x: Any, *_: Any, axis: int, wanted: Sequence[bool], **__: Any) -> list[Any]:
+    vector = _compat.with_spec(x, (x.shape[axis],), [None])
     sums = vector.update(dtype=_reference.row_dtype(x.dtype), weak_type=False)
     return [_with_rows_whole(x, axis), *[sums] * sum(wanted)]
 
 
-def _norm_jvp_types(x: Any, *_: Any, passed: bool, **__: Any) -> list[Any]:
-    return [_with_rows_whole(x, x.ndim - 1)] * (1 + passed)
-
-
-def _rows_of(x: jax.Array) -> tuple[int, int]:
-    return math.prod(x.shape[:-1]), x.shape[-1]
+def _norm_jvp_types(x: Any, *_: Any, axis: int, passed: bool, **__: Any) -> list[Any]:
+    return [_with_rows_whole(x, axis)] * (1 + passed)
 
 
 _MOST_COLUMNS = 2**30 - 1  # that kernels of norms count on GPUs, in 32 bits; jnp takes longer rows
 
 
-def _has_kernel(platform: str, x: jax.Array) -> bool:
-    columns = x.shape[-1]  # may be a variable of `jax.export`
+def _has_kernel(platform: str, x: jax.Array, axis: int) -> bool:
+    columns = x.shape[axis]  # may be a variable of `jax.export`
     is_long = isinstance(columns, int) and columns > _MOST_COLUMNS
     return x.size != 0 and not (is_long and platform == "cuda")
 
@@ -596,36 +586,57 @@ def _has_kernel(platform: str, x: jax.Array) -> bool:
 _norm_in_jnp = _without_statistics(_reference.norm)
 
 
+def _problem(platform: str, x: jax.Array, axis: int) -> tuple[Sequence[Any], Function, Function]:
+    """The shape (outer, n, inner) of the arrays of a call, and functions to it and back.
+
+    Kernels for CPUs need rows along the last axis, so that inner is 1. Others are transposed.
+    """
+    outer, n, inner = math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
+    if platform == "cpu" and inner != 1:
+        problem: tuple[Any, ...] = outer * inner, n, 1
+        moved = *x.shape[:axis], *x.shape[axis + 1 :], n
+        return (
+            problem,
+            lambda a: jnp.moveaxis(a, axis, -1).reshape(problem),
+            lambda a: jnp.moveaxis(a.reshape(moved), -1, axis),
+        )
+    problem = outer, n, inner
+    return problem, lambda a: a.reshape(problem), lambda a: a.reshape(x.shape)
+
+
 def _norm_native(
     platform: str,
     x: jax.Array,
     *operands: jax.Array,
+    axis: int,
     center: bool,
     epsilon: float,
     given: tuple[bool, ...],
     keeps: bool,
 ) -> list[jax.Array]:
-    if not _has_kernel(platform, x):
+    if not _has_kernel(platform, x, axis):
         return _norm_in_jnp(
-            *(x, *operands), center=center, epsilon=epsilon, given=given, keeps=keeps
+            *(x, *operands), axis=axis, center=center, epsilon=epsilon, given=given, keeps=keeps
         )
-    rows = _rows_of(x)
+    problem, to_rows, from_rows = _problem(platform, x, axis)
+    outer, _, inner = problem
     residual, scale, bias = _reference.spread(operands, given)
-    no_rows, no_vector = jnp.zeros((0, 0), x.dtype), jnp.zeros((0,), x.dtype)
-    y = jax.ShapeDtypeStruct(rows, x.dtype)
+    no_rows, no_vector = jnp.zeros((0, 0, 0), x.dtype), jnp.zeros((0,), x.dtype)
+    y = jax.ShapeDtypeStruct(problem, x.dtype)
     total = y if given[0] else _absent(y)
-    kept = jax.ShapeDtypeStruct((rows[0], 3), _reference.row_dtype(x.dtype))
+    kept = jax.ShapeDtypeStruct((outer, inner, 3), _reference.row_dtype(x.dtype))
     results = jax.ffi.ffi_call("jof_norm", [y, total, kept if keeps else _absent(kept)])(
-        x.reshape(rows),
-        no_rows if residual is None else residual.reshape(rows),
+        to_rows(x),
+        no_rows if residual is None else to_rows(residual),
         no_vector if scale is None else scale,
         no_vector if bias is None else bias,
         center=center,
         epsilon=np.float64(epsilon),
     )
     *arrays, stats = results
-    arrays = [a.reshape(x.shape) for a in arrays[: 1 + given[0]]]
-    return [*arrays, stats.reshape(*x.shape[:-1], 3)] if keeps else arrays
+    arrays = [*map(from_rows, arrays[: 1 + given[0]])]
+    of_rows = *x.shape[:axis], *x.shape[axis + 1 :], 3
+    return [*arrays, stats.reshape(of_rows)] if keeps else arrays
 
 
 def _norm_vjp_native(
@@ -633,32 +644,42 @@ def _norm_vjp_native(
     x: jax.Array,
     stats: jax.Array,
     *operands: jax.Array,
+    axis: int,
     given: tuple[bool, ...],
     wanted: tuple[bool, ...],
     center: bool,
     epsilon: float,
 ) -> list[jax.Array]:
-    if not _has_kernel(platform, x):
+    if not _has_kernel(platform, x, axis):
         return _reference.norm_vjp(
-            *(x, stats, *operands), center=center, epsilon=epsilon, given=given, wanted=wanted
+            *(x, stats, *operands),
+            axis=axis,
+            center=center,
+            epsilon=epsilon,
+            given=given,
+            wanted=wanted,
         )
-    rows, n = _rows_of(x)
+    problem, to_rows, from_rows = _problem(platform, x, axis)
+    outer, n, inner = problem
     dtype = _reference.row_dtype(x.dtype)
     scale, dy, of_sum = _reference.spread(operands, given)
-    no_rows, no_vector = jnp.zeros((0, 0), x.dtype), jnp.zeros((0,), x.dtype)
-    parts = _primitive.parts_of_sums(platform, rows, n)
-    types = [jax.ShapeDtypeStruct((rows, n), x.dtype)]
+    no_rows, no_vector = jnp.zeros((0, 0, 0), x.dtype), jnp.zeros((0,), x.dtype)
+    if isinstance(inner, int) and inner == 1:
+        parts = _primitive.parts_of_sums(platform, outer, n)
+    else:
+        parts = _primitive.parts_of_strided_sums(outer * inner, x.dtype.itemsize)
+    types = [jax.ShapeDtypeStruct(problem, x.dtype)]
     types += [jax.ShapeDtypeStruct((n if w else 0,), dtype) for w in wanted]
     types.append(jax.ShapeDtypeStruct((parts, sum(wanted), n), dtype))
     dx, dscale, dbias, _ = jax.ffi.ffi_call("jof_norm_vjp", types)(
-        x.reshape(rows, n),
-        stats.reshape(rows, 3),
-        dy.reshape(rows, n),
-        no_rows if of_sum is None else of_sum.reshape(rows, n),
+        to_rows(x),
+        stats.reshape(outer, inner, 3),
+        to_rows(dy),
+        no_rows if of_sum is None else to_rows(of_sum),
         no_vector if scale is None else scale,
         center=center,
     )
-    return [dx.reshape(x.shape), *_some([dscale, dbias], wanted)]
+    return [from_rows(dx), *_some([dscale, dbias], wanted)]
 
 
 def _of_kinds(params: dict[str, Any]) -> dict[str, Any]:
@@ -673,18 +694,18 @@ def _norm_batch(
     args: Sequence[Any],
     dims: Sequence[int | None],
     *,
+    axis: int,
     implementation: str | None,
     **params: Any,
 ) -> tuple[Any, Any]:
     """Row vectors per example are left to jnp, whether they are operands or results."""
     sides = kinds(**_of_kinds(params))
-    in_jnp = jax.vmap(functools.partial(reference, **params), in_axes=dims)
+    in_jnp = jax.vmap(functools.partial(reference, axis=axis, **params), in_axes=dims)
     if any(d is not None and k == VECTOR for d, k in zip(dims, sides[0], strict=True)):
         results = in_jnp(*args)
         return results, [0] * len(results)
-    axis = next(x.ndim - 1 - (d is not None) for x, d in zip(args, dims, strict=False))
-    operands, axis, out = _batched(args, dims, sides, axis, rows_last=True)
-    params["implementation"] = implementation
+    operands, axis, out = _batched(args, dims, sides, axis)
+    params |= {"axis": axis, "implementation": implementation}
     if VECTOR not in sides[1]:
         return bind(primitive, *operands, **params), out
     (dx,) = bind(primitive, *operands, **{**params, "wanted": (False, False)})
@@ -692,16 +713,16 @@ def _norm_batch(
     return [dx, *sums], [out[0], *[0] * len(sums)]
 
 
-def _norm_call(x: Any, *_: Any, given: Any, center: bool, **__: Any) -> _policy.Call:
+def _norm_call(x: Any, *_: Any, axis: int, given: Any, center: bool, **__: Any) -> _policy.Call:
     """The call of a norm. A residual and the sum with it are two more arrays."""
-    return _call("norm", "norm", 2 + 2 * given[0], x, x.ndim - 1, _function_of_norm(center=center))
+    return _call("norm", "norm", 2 + 2 * given[0], x, axis, _function_of_norm(center=center))
 
 
 def _norm_vjp_call(
-    has_sum: Callable[[Any], bool], x: Any, *_: Any, given: Any, center: bool, **__: Any
+    has_sum: Callable[[Any], bool], x: Any, *_: Any, axis: int, given: Any, center: bool, **__: Any
 ) -> _policy.Call:
     passes = 3 + has_sum(given)
-    return _call("norm", "norm_vjp", passes, x, x.ndim - 1, _function_of_norm(center=center))
+    return _call("norm", "norm_vjp", passes, x, axis, _function_of_norm(center=center))
 
 
 _CALL_OF_NORM: dict[str, Function] = {
@@ -717,8 +738,8 @@ def _define_norm() -> core.Primitive:
     def define(
         name: str, reference: Function, native: Function, types: Function, kinds: Any
     ) -> core.Primitive:
-        def sharding_rule(x: Any, *_: Any, **params: Any) -> _primitive.ShardingRule:
-            return _rule(kinds(**_of_kinds(params)), len(x.shape), len(x.shape) - 1)
+        def sharding_rule(x: Any, *_: Any, axis: int, **params: Any) -> _primitive.ShardingRule:
+            return _rule(kinds(**_of_kinds(params)), len(x.shape), axis)
 
         return _primitive.define(
             f"jof_{name}",

@@ -393,7 +393,8 @@ def layer_norm(
       x: array of any shape.
       scale: array with the shape of `x` along `axis`, in that order; None for no factor.
       bias: array with the shape of `x` along `axis`, in that order; None for no summand.
-      axis: the axis that is normalised, or several. Axes other than the last cost a transposition.
+      axis: the axis that is normalised, or several. Axes that are not adjacent or not in ascending
+        order cost a transposition. Kernels for CPUs also transpose axes other than the last ones.
       epsilon: a Python or NumPy number.
       residual: array of `x`'s shape and dtype that is added to `x` first, in the same pass.
       implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
@@ -449,7 +450,8 @@ def rms_norm(
     Args:
       x: array of any shape.
       scale: array with the shape of `x` along `axis`; None for no factor.
-      axis: the axis that is normalised, or several. Axes other than the last cost a transposition.
+      axis: the axis that is normalised, or several. Axes that are not adjacent or not in ascending
+        order cost a transposition. Kernels for CPUs also transpose axes other than the last ones.
       epsilon: a Python or NumPy number.
       residual: array of `x`'s shape and dtype that is added to `x` first, in the same pass.
       implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
@@ -602,29 +604,22 @@ def _norm(
         _row_vector(name, argument, v, sizes, x.dtype)
         for argument, v in (("scale", scale), ("bias", bias))
     ]
-    others = [a for a in range(x.ndim) if a not in axes]
-    order = (*others, *axes)
-    moved = tuple(x.shape[a] for a in order)
-    rows = (*moved[: len(others)], math.prod(sizes))  # -1 would fail for arrays without elements
-    inverse = [*map(order.index, range(x.ndim))]
-
-    def to_rows(a: jax.Array) -> jax.Array:
-        return jnp.transpose(a, order).reshape(rows)
-
-    def from_rows(a: jax.Array) -> jax.Array:
-        return _sharded_as(types, axes, jnp.transpose(a.reshape(moved), inverse))
-
-    operands = [None if residual is None else to_rows(residual), *vectors]
-    y, *total = _primitive.bind(
+    rows, place, back = _merged(name, "x", x, axes)
+    if residual is not None:
+        residual, _, _ = _merged(name, "residual", residual, axes)
+    operands = [residual, *vectors]
+    results = _primitive.bind(
         _rows.norm_p,
-        *(to_rows(x), *(operand for operand in operands if operand is not None)),
+        *(rows, *(operand for operand in operands if operand is not None)),
+        axis=place,
         given=tuple(operand is not None for operand in operands),
         center=center,
         epsilon=_epsilon(name, epsilon),
         keeps=False,
         implementation=choice,
     )
-    return from_rows(y) if residual is None else (from_rows(y), from_rows(*total))
+    y, *total = [_sharded_as(types, axes, back(a)) for a in results]
+    return (y, *total) if total else y
 
 
 def _float_array(name: str, argument: str, operand: Any) -> jax.Array:

@@ -1124,11 +1124,15 @@ def cross_entropy_transpose(ct, logits, labels):
 def norm_in_jax(center):
     """As flax computes it."""
 
-    def norm(x, scale, bias=None):
+    def norm(x, scale, bias=None, axis=-1):
+        def along(vector):
+            return jnp.expand_dims(vector, [*range(1, x.ndim - axis % x.ndim)])
+
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        centred = wide - wide.mean(-1, keepdims=True) if center else wide
-        y = centred * jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6) * scale
-        return (y if bias is None else y + bias).astype(x.dtype)
+        centred = wide - wide.mean(axis, keepdims=True) if center else wide
+        y = centred * jax.lax.rsqrt(jnp.mean(centred**2, axis, keepdims=True) + 1e-6)
+        y = y * along(scale)
+        return (y if bias is None else y + along(bias)).astype(x.dtype)
 
     return norm
 
@@ -2088,8 +2092,8 @@ def classes_of(rng, shape):
     return rng.integers(0, 3, size=shape)
 
 
-def norm_cases(op: Op, vectors: int) -> tuple[Case, Case]:
-    """The cases of a norm with scale and bias as constants, and as operands."""
+def norm_cases(op: Op, vectors: int) -> tuple[Case, ...]:
+    """The cases of a norm with scale and bias as constants, as operands, and of a middle axis."""
     constants = (np.array([0.5, 2.0, -1.0]), np.array([1.0, 0.0, -2.0]))[:vectors]
 
     def with_constants(f):
@@ -2100,7 +2104,7 @@ def norm_cases(op: Op, vectors: int) -> tuple[Case, Case]:
     case = dataclasses.replace(case, f=with_constants(op.function), ref=with_constants(op.replaces))
     shapes = (ARRAY, *[ARRAY[1:]] * vectors)
     of_all = {tuple(range(1 + vectors)): ("jof_norm", "jof_norm_vjp")}
-    return case, rows_case(
+    operands = rows_case(
         op,
         "jof_norm",
         suffix="-operands",
@@ -2110,6 +2114,22 @@ def norm_cases(op: Op, vectors: int) -> tuple[Case, Case]:
         composed=True,
         variant=True,
     )
+
+    def of_middle_axis(x, *vectors):
+        return jnp.moveaxis(op.replaces(jnp.moveaxis(x, 1, -1), *vectors), -1, 1)
+
+    middle = rows_case(
+        op,
+        "jof_norm",
+        suffix="-axis1",
+        shapes=((2, 3, 2), *[(3,)] * vectors),
+        ours={"axis": 1},
+        grad_targets=of_all,
+        symbolic=("a, 3, b", *["3"] * vectors),
+        composed=True,
+        variant=True,
+    )
+    return case, operands, dataclasses.replace(middle, ref=of_middle_axis)
 
 
 def of_same_rank(case: Case) -> Case:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import math
 import re
 
@@ -240,10 +241,17 @@ def test_many_short_rows(dtype):
             close(dloss, dy[:, :1] * (e * (1 / np.sum(e, -1, keepdims=True)) - is_label))
 
 
+def norm_of_rows(center, axis):
+    """A norm of rows along the last axis, which is moved to `axis` for the call."""
+    norm = functools.partial(jof.layer_norm if center else jof.rms_norm, axis=axis)
+    return lambda x, *vectors: jnp.moveaxis(norm(jnp.moveaxis(x, -1, axis), *vectors), axis, -1)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
-def test_norms_on_hard_rows(center, dtype):
-    norm = jof.layer_norm if center else jof.rms_norm
+def test_norms_on_hard_rows(center, dtype, axis):
+    norm = norm_of_rows(center, axis)
     problems = []
     for n in LENGTHS:
         rng = rng_for(dtype, n)
@@ -265,10 +273,11 @@ def test_norms_on_hard_rows(center, dtype):
             assert_close(found[1][kind], exact[kind], dtype, ulps(dtype), 2 * slack)
 
 
+@pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
-def test_gradients_of_norms_on_hard_rows(center, dtype):
-    norm = jof.layer_norm if center else jof.rms_norm
+def test_gradients_of_norms_on_hard_rows(center, dtype, axis):
+    norm = norm_of_rows(center, axis)
     problems = []
     for n in (1, 7, 100, 5000):
         rng = rng_for(dtype, n)
@@ -572,27 +581,225 @@ def test_masks_that_broadcast_to_the_shape_of_labels(shape):
     np.testing.assert_allclose(ours, np.where(mask, losses, 0), rtol=1e-12)
 
 
-@pytest.mark.parametrize("axis", [-1, 0, 1, (1, 2), (2, 0)])
-def test_norms_along_axes(axis):
+AXES_OF_NORMS = [1, 0, -1, (0, 1), (1, 2), (2, 1), (0, 2), (0, 1, 2)]
+
+
+def as_rows(x, axis):
+    """`x` with `axis` last, several axes merged into one, and the inverse; in NumPy."""
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    last = [*range(-len(axes), 0)]
+    moved = np.moveaxis(x, axes, last)
+    rows = moved.reshape(*moved.shape[: -len(axes)], -1)
+    return rows, lambda rows: np.moveaxis(rows.reshape(moved.shape), last, axes)
+
+
+def exact_norm(xs, axis, center):
+    """The results of a norm; `xs` has the operands that are given, by name."""
+    total = xs["x"] + xs.get("residual", 0)
+    rows, back = as_rows(total, axis)
+    y = oracle.normalized(rows, center)[0] * np.ravel(xs.get("scale", 1))
+    y = back(y + np.ravel(xs.get("bias", 0)))
+    return [y, total] if "residual" in xs else [y]
+
+
+def exact_gradient_of_norm(xs, cts, axis, center):
+    """The cotangents of the operands, by name."""
+    rows, back = as_rows(xs["x"] + xs.get("residual", 0), axis)
+    dy, _ = as_rows(cts[0], axis)
+    dx, dscale, dbias = oracle.norm_vjp(rows, np.ravel(xs.get("scale", 1)), dy, center)
+    dx = back(dx) + sum(cts[1:])
+    cotangents = {"x": dx, "residual": dx, "scale": dscale, "bias": dbias}
+    return {name: cotangents[name].reshape(x.shape) for name, x in xs.items()}
+
+
+def along(f, xs, ts):
+    """The derivative of a NumPy function in the direction `ts`, from differences."""
+    step = 1e-4
+    at = [f(jax.tree.map(lambda x, t, k=k: x + k * step * t, xs, ts)) for k in (-2, -1, 1, 2)]
+    return jax.tree.map(lambda a, b, c, d: (a - 8 * b + 8 * c - d) / (12 * step), *at)
+
+
+def sizes_along(axis):
+    return [(3, 4, 5)[a] for a in (axis if isinstance(axis, tuple) else (axis,))]
+
+
+def list_of_results(norm):
+    """A norm as a function of its operands by name, whose results are a list."""
+
+    def f(xs):
+        results = norm(**xs)
+        return [*results] if "residual" in xs else [results]
+
+    return f
+
+
+def assert_trees_close(found, exact, tolerance):
+    assert jax.tree.structure(found) == jax.tree.structure(exact)
+    for a, e in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
+        assert a.shape == e.shape
+        np.testing.assert_allclose(a, e, rtol=0, atol=tolerance * max(1, np.max(np.abs(e))))
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+@pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("axis", AXES_OF_NORMS, ids=str)
+def test_norms_along_axes(axis, center, implementation):
+    """Values, and first and second derivatives, with and without each optional operand."""
+    options = {"axis": axis, "implementation": implementation}
+    f = list_of_results(functools.partial(jof.layer_norm if center else jof.rms_norm, **options))
+    vector = sizes_along(axis)
+    optional = {"residual": (3, 4, 5), "scale": vector, **({"bias": vector} if center else {})}
     rng = rng_for(axis)
-    x = rng.standard_normal((3, 4, 5))
-    axes = axis if isinstance(axis, tuple) else (axis % 3,)
-    sizes = [x.shape[a] for a in axes]
-    scale, bias = rng.standard_normal((2, *sizes))
-    y = jof.layer_norm(x, scale, bias, axis=axis)
-    last = range(3 - len(axes), 3)
-    rows = np.moveaxis(x, axes, last)
-    flat = rows.reshape(*rows.shape[: 3 - len(axes)], -1)
-    expected = oracle.normalized(flat, True)[0].reshape(rows.shape) * scale + bias
-    np.testing.assert_allclose(y, np.moveaxis(expected, last, axes), rtol=1e-12, atol=1e-12)
+    problems = []
+    for chosen in itertools.product((False, True), repeat=len(optional)):
+        shapes = {"x": (3, 4, 5), **dict(itertools.compress(optional.items(), chosen))}
+        xs, ts = ({k: rng.standard_normal(s) for k, s in shapes.items()} for _ in range(2))
+        problems.append((xs, ts, [rng.standard_normal((3, 4, 5)) for _ in range(1 + chosen[0])]))
+
+    def derivatives(xs, ts, cts):
+        def gradient(xs):
+            return jax.vjp(f, xs)[1](cts)[0]
+
+        def directional(xs):
+            return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient(xs), ts)))
+
+        value, of_gradient = (jax.jvp(g, (xs,), (ts,)) for g in (f, gradient))
+        return *value, *of_gradient, jax.grad(directional)(xs)
+
+    for (xs, ts, cts), found in zip(
+        problems, jax.jit(lambda ps: [derivatives(*p) for p in ps])(problems), strict=True
+    ):
+        value = functools.partial(exact_norm, axis=axis, center=center)
+        gradient = functools.partial(exact_gradient_of_norm, cts=cts, axis=axis, center=center)
+        second = along(gradient, xs, ts)
+        assert_trees_close(found[::2][:2], (value(xs), gradient(xs)), 1e-12)
+        assert_trees_close((found[1], *found[3:]), (along(value, xs, ts), second, second), 1e-7)
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1, (0, 1), (1, 0)], ids=str)
+def test_batches_of_norms_along_axes(axis):
+    """A batch axis at any place of all arrays, or of some."""
+    rng, vector = rng_for(axis), sizes_along(axis)
+    shapes = {"x": (3, 4, 5), "residual": (3, 4, 5), "scale": vector, "ct": (3, 4, 5)}
+    batches = {name: rng.standard_normal((2, *shape)) for name, shape in shapes.items()}
+    norm = functools.partial(jof.layer_norm, axis=axis, implementation="native")
+    f = list_of_results(norm)
+
+    def value_and_gradient(arrays):
+        xs = {k: x for k, x in arrays.items() if k != "ct"}
+        y, pull = jax.vjp(f, xs)
+        return y, pull([arrays["ct"], xs["residual"]])[0]
+
+    def exactly(arrays):
+        xs = {k: x for k, x in arrays.items() if k != "ct"}
+        cts = [arrays["ct"], xs["residual"]]
+        return exact_norm(xs, axis, True), exact_gradient_of_norm(xs, cts, axis, True)
+
+    places = [
+        place
+        for a in range(4)
+        for place in (
+            {"x": a, "residual": 3 - a, "scale": None, "ct": 0},
+            {"x": a, "residual": None, "scale": None, "ct": a},
+            {"x": None, "residual": a, "scale": 0, "ct": None},
+            {"x": None, "residual": None, "scale": None, "ct": a},
+            {"x": a, "residual": a, "scale": len(vector), "ct": 3 - a},
+        )
+    ]
+
+    def of_place(place):
+        arrays = {
+            k: x[0] if place[k] is None else np.moveaxis(x, 0, place[k]) for k, x in batches.items()
+        }
+        return jax.vmap(value_and_gradient, in_axes=(place,))(arrays)
+
+    for place, found in zip(places, jax.jit(lambda: [*map(of_place, places)])(), strict=True):
+        examples = [
+            exactly({k: x[0 if place[k] is None else i] for k, x in batches.items()})
+            for i in range(2)
+        ]
+        assert_trees_close(found, jax.tree.map(lambda *xs: np.stack(xs), *examples), 1e-12)
+
+
+@pytest.mark.parametrize("axis", AXES_OF_NORMS, ids=str)
+def test_norms_along_axes_of_symbolic_sizes(axis):
+    """Exported once, called with arrays of two sizes."""
+    f = list_of_results(functools.partial(jof.layer_norm, axis=axis, implementation="native"))
+
+    def value_and_gradient(xs):
+        y, pull = jax.vjp(f, xs)
+        return y, pull(y)
+
+    sizes = ["abc"[a] for a in (axis if isinstance(axis, tuple) else (axis,))]
+    dims = {"x": "a, b, c", "residual": "a, b, c", "scale": ", ".join(sizes)}
+    problems = []
+    for shape in ((3, 4, 5), (6, 2, 7)):
+        rng, vector = rng_for(axis), [shape["abc".index(size)] for size in sizes]
+        shapes = {"x": shape, "residual": shape, "scale": vector}
+        problems.append({k: rng.standard_normal(s) for k, s in shapes.items()})
+    types = jax.export.symbolic_args_specs((problems[0],), (dims,))
+    export = functools.partial(jax.export.export, disabled_checks=jof.export_checks())
+    exported = export(jax.jit(value_and_gradient))(*types)
+    for xs in problems:
+        assert_trees_close(exported.call(xs), value_and_gradient(xs), 1e-12)
+    of_gpus = export(jax.jit(value_and_gradient), platforms=["cuda"])(*types).mlir_module()
+    assert ("stablehlo.transpose" in of_gpus) == (axis in ((2, 1), (0, 2)))
+
+
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+@pytest.mark.parametrize("axis", AXES_OF_NORMS, ids=str)
+def test_transpositions_in_norms(axis, implementation, platform):
+    """Axes that are adjacent and in order need none, except in kernels for CPUs."""
+    vector = sizes_along(axis)
+    shapes = {"x": (3, 4, 5), "residual": (3, 4, 5), "scale": vector, "bias": vector}
+    xs = {k: jax.ShapeDtypeStruct(shape, np.float32) for k, shape in shapes.items()}
+    f = list_of_results(functools.partial(jof.layer_norm, axis=axis, implementation=implementation))
+
+    def gradient(xs):
+        y, pull = jax.vjp(f, xs)
+        return pull(y)
+
+    are_merged = axis not in ((2, 1), (0, 2))
+    is_last = axis in (-1, (1, 2), (0, 1, 2))
+    for g, calls in ((f, {"jof_norm": 1}), (gradient, {"jof_norm": 1, "jof_norm_vjp": 1})):
+        traced = jax.jit(g).trace(xs)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert lowered_targets(text) == (calls if implementation == "native" else {})
+        assert ("transpose[" not in str(traced.jaxpr)) == are_merged
+        in_kernel_form = implementation == "native" and platform == "cpu" and not is_last
+        assert ("stablehlo.transpose" not in text) == (are_merged and not in_kernel_form)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_batches_of_norms_are_not_moved(axis):
+    """On GPUs; rows may be before the batch axis, too."""
+    norm = functools.partial(jof.layer_norm, axis=axis, implementation="native")
+
+    def value_and_gradient(x, dy):
+        y, pull = jax.vjp(norm, x)
+        return y, *pull(dy)
+
+    for place in range(4):
+        shape = [3, 4, 5]
+        shape.insert(place, 2)
+        x = jax.ShapeDtypeStruct(shape, np.float32)
+        batched = jax.jit(jax.vmap(value_and_gradient, place, place))
+        text = batched.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
+        assert lowered_targets(text) == {"jof_norm": 1, "jof_norm_vjp": 1}
+        assert "stablehlo.transpose" not in text
 
 
 @pytest.mark.parametrize("implementation", ["native", "xla"])
 @pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
 @pytest.mark.parametrize(
-    ("shape", "axis"), [((0, 3, 4), (1, 2)), ((3, 2, 0), (0, 1)), ((3, 0, 2), (1, 2))]
+    ("shape", "axis"),
+    [
+        *(((0, 3, 4), (1, 2)), ((3, 2, 0), (0, 1)), ((3, 0, 2), (1, 2)), ((3, 0, 2), (1,))),
+        *(((3, 4, 0), (1,)), ((0, 3, 4), (1,))),
+    ],
 )
-def test_norms_along_several_axes_of_arrays_without_elements(shape, axis, center, implementation):
+def test_norms_along_axes_of_arrays_without_elements(shape, axis, center, implementation):
     norm = functools.partial(
         jof.layer_norm if center else jof.rms_norm, axis=axis, implementation=implementation
     )
@@ -756,7 +963,14 @@ def test_gradients_of_each_example_with_respect_to_scale():
     np.testing.assert_allclose(ours, expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("norm", [jof.layer_norm, lambda x, s: jof.group_norm(x, 1, s)])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        jof.layer_norm,
+        lambda x, s: jof.layer_norm(x.T, s, axis=0).T,
+        lambda x, s: jof.group_norm(x, 1, s),
+    ],
+)
 def test_norms_are_linear_in_scale(norm):
     x, ct = rng_for("linear").standard_normal((2, 4, 5))
     found = jax.linear_transpose(lambda scale: norm(x, scale), np.ones(5))(ct)[0]
@@ -993,6 +1207,10 @@ def ints(*shape):
     return sds(*shape, dtype=jnp.int32)
 
 
+NONE = sds(0, 0, 0)  # an array that is absent
+NORM = {"center": True, "epsilon": 1e-6}
+
+
 @pytest.mark.parametrize(
     ("target", "operands", "results", "attributes", "message"),
     [
@@ -1020,17 +1238,53 @@ def ints(*shape):
         ),
         (
             "norm",
-            [sds(2, 3), sds(0, 0), sds(2), sds(0)],
-            [sds(2, 3), sds(0, 0), sds(2, 3)],
-            {"center": True, "epsilon": 1e-6},
+            [sds(2, 3), NONE, sds(3), sds(0)],
+            [sds(2, 3), NONE, NONE],
+            NORM,
+            r"x must have shape \(outer, n, .*\), got \(2, 3\)",
+        ),
+        (
+            "norm",
+            [sds(2, 3, 1), sds(2, 3, 0), sds(3), sds(0)],
+            [sds(2, 3, 1), sds(2, 3, 1), NONE],
+            NORM,
+            r"residual must have shape \(2, 3, 1\)",
+        ),
+        (
+            "norm",
+            [sds(2, 3, 1), NONE, sds(2), sds(0)],
+            [sds(2, 3, 1), NONE, sds(2, 1, 3)],
+            NORM,
             "scale must have shape",
         ),
         (
+            "norm",
+            [sds(2, 3, 1), NONE, sds(3), sds(0)],
+            [sds(2, 3, 1), NONE, sds(2, 3, 1)],
+            NORM,
+            r"stats must have shape \(2, 1, 3\)",
+        ),
+        (
             "norm_vjp",
-            [sds(2, 3), sds(2, 3), sds(2, 3), sds(0, 0), sds(3)],
-            [sds(2, 3), sds(3), sds(3), sds(4, 1, 3)],
+            [sds(2, 3, 1), sds(2, 1, 3), sds(2, 3, 1), NONE, sds(3)],
+            [sds(2, 3, 1), sds(3), sds(3), sds(4, 1, 3)],
             {"center": True},
             "scratch must have shape",
+        ),
+        (
+            "norm_vjp",
+            [sds(2, 3, 1), sds(2, 1, 3), sds(2, 3, 1), sds(3, 2, 1), sds(3)],
+            [sds(2, 3, 1), sds(3), sds(3), sds(4, 2, 3)],
+            {"center": True},
+            r"dsum must have shape \(2, 3, 1\)",
+        ),
+        pytest.param(
+            "norm",
+            [sds(2, 3, 4), NONE, sds(3), sds(0)],
+            [sds(2, 3, 4), NONE, NONE],
+            NORM,
+            r"x must have shape \(outer, n, 1\)",
+            marks=pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels for CPUs"),
         ),
     ],
 )
@@ -1259,6 +1513,17 @@ def test_what_the_choice_for_a_call_depends_on():
         assert (call.bytes, call.sizes) == (4 * 2 * math.prod(shape), sizes)
 
 
+@pytest.mark.parametrize("function", ["softmax", "layer_norm"])
+def test_the_choice_depends_on_the_axis(function):
+    x = jax.ShapeDtypeStruct((6, 5, 4, 3), jnp.float16)
+    for axis, alignment, sizes in ((-1, "odd edges", (3, 1)), (1, "strided", (5, 12))):
+        f = functools.partial(getattr(jof, function), axis=axis)
+        for g in (f, lambda x, f=f: jax.vjp(f, x)[1](x)):
+            for decision in jof.policy(g, x):
+                assert decision.call.kind[2:] == (alignment, function)
+                assert decision.call.sizes == sizes
+
+
 @pytest.mark.parametrize("implementation", ["xla", "native"])
 def test_strict_promotion_allows_what_is_wider_inside(implementation):
     """Vectors of norms may be float32, too, and have fewer dimensions, as in flax."""
@@ -1301,16 +1566,18 @@ def test_how_many_parts_sums_over_rows_have(shape, parts):
     assert f"tensor<{parts}x2x{width}xf32>" in exported.mlir_module()
 
 
+@pytest.mark.parametrize("axis", [1, 0])
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize(("columns", "calls"), [(2**30 - 1, 1), (2**30, 0)])
-def test_norms_of_rows_that_gpus_do_not_count_are_jnp(columns, calls, gradient):
+def test_norms_of_rows_that_gpus_do_not_count_are_jnp(columns, calls, gradient, axis):
     def norm(x, scale):
-        return jof.rms_norm(x, scale, implementation="native")
+        return jof.rms_norm(x, scale, axis=axis, implementation="native")
 
     def f(x, scale):
         return jax.vjp(norm, x, scale)[1](x) if gradient else norm(x, scale)
 
-    x, scale = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, columns), (columns,)))
+    shapes = (2, columns) if axis == 1 else (columns, 2), (columns,)
+    x, scale = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     lowered = jax.jit(f).trace(x, scale).lower(lowering_platforms=("cuda",))
     found = lowered_targets(lowered.as_text())
     assert sum(n for name, n in found.items() if name.startswith("jof_norm")) == calls * (
@@ -1319,14 +1586,15 @@ def test_norms_of_rows_that_gpus_do_not_count_are_jnp(columns, calls, gradient):
 
 
 WITH_STATISTICS = {
-    "logsumexp": (2, lambda x, **options: jof.logsumexp(x, -1, **options)),
+    "logsumexp": ("0x0", "6x2", lambda x, **options: jof.logsumexp(x, -1, **options)),
     "cross_entropy": (
-        2,
+        "0x0",
+        "6x2",
         lambda x, **options: jof.softmax_cross_entropy_with_integer_labels(
             x, np.zeros(6, np.int32), **options
         ),
     ),
-    "norm": (3, jof.rms_norm),
+    "norm": ("0x0x0", "6x1x3", jof.rms_norm),
 }
 
 
@@ -1334,7 +1602,7 @@ WITH_STATISTICS = {
 @pytest.mark.parametrize("name", WITH_STATISTICS)
 def test_statistics_are_stored_only_for_a_gradient(name, platform):
     """Of short rows, they are a large part of the bytes written."""
-    width, function = WITH_STATISTICS[name]
+    absent, stored, function = WITH_STATISTICS[name]
 
     def value(x):
         return function(x, implementation="native")
@@ -1347,5 +1615,5 @@ def test_statistics_are_stored_only_for_a_gradient(name, platform):
         lowered = jax.jit(f).trace(x).lower(lowering_platforms=(platform,))
         return re.search(rf"@jof_{name}\(.*-> \(.*(tensor<.*?>)\)", lowered.as_text())[1]
 
-    assert last_result(value) == "tensor<0x0xf32>"
-    assert last_result(jax.value_and_grad(square)) == f"tensor<6x{width}xf32>"
+    assert last_result(value) == f"tensor<{absent}xf32>"
+    assert last_result(jax.value_and_grad(square)) == f"tensor<{stored}xf32>"

@@ -677,13 +677,15 @@ def test_sharded_images_are_gathered(axis_types, equation, axes):
 # --- rows that are sharded ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("f", [jof.softmax, jof.log_softmax, jof.layer_norm, jof.rms_norm])
-def test_sharded_rows_are_gathered(f):
+def test_sharded_rows_are_gathered(f, axis):
+    name, f = f.__name__, functools.partial(f, axis=axis)
     x = np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)
     dy, expected = on_one_device(functools.partial(f, implementation="xla"), (0,), (x,))
     with mesh_of("auto") as mesh:
         arguments = put(mesh, (P("b"), P("b", "a")), (dy, x))
-        with pytest.warns(jof.GatherWarning, match=f.__name__):
+        with pytest.warns(jof.GatherWarning, match=f"{name}: dimension {axis % 2} "):
             actual = jax.jit(value_and_pullback(f, (0,)))(*arguments)
         assert_close(actual, expected, 1e-5)
 
@@ -1164,6 +1166,9 @@ ROWS_OF = {
     "log_softmax": (lambda x: jof.log_softmax(x, (1, 2)), lambda x: jax.nn.log_softmax(x, (1, 2))),
     "layer_norm": (jof.layer_norm, None),
     "rms_norm": (lambda x: jof.rms_norm(x, axis=(1, 2)), None),
+    "norm_of_columns": (lambda x: jof.rms_norm(x, axis=1), None),
+    "norm_of_first_axes": (lambda x: jof.layer_norm(x, axis=(0, 1)), None),
+    "norm_of_reversed_axes": (lambda x: jof.layer_norm(x, axis=(2, 1)), None),
     "residual": (lambda x: jof.rms_norm(x, residual=2 * x), None),
     "group_norm": (lambda x: jof.group_norm(x, 2), None),
 }
@@ -1235,6 +1240,7 @@ ROWS_OPS = {
     "masked_cross_entropy": (lambda labels, x: cross_entropy(x, labels, where=labels != 3), ()),
     "layer_norm": (lambda _, *xs: jof.layer_norm(*xs), ((8,), (8,))),
     "rms_norm": (lambda _, x, s, r: jof.rms_norm(x, s, residual=r), ((8,), (8, 4, 8))),
+    "layer_norm_of_columns": (lambda _, *xs: jof.layer_norm(*xs, axis=-3), ((8,), (8,))),
     "layer_norm_of_two_axes": (
         lambda _, *xs: jof.layer_norm(*xs, axis=(-2, -1)),
         ((4, 8), (4, 8)),

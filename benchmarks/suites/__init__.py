@@ -7,7 +7,7 @@ it also has ``draw(rng, largest)``, which draws a random case that moves at most
 import importlib
 from types import ModuleType
 
-FAMILIES = ("elementwise", "cast", "upsample", "permute", "scatter", "rows")
+FAMILIES = ("elementwise", "cast", "upsample", "permute", "scatter", "rows", "strided")
 """The suites that the survey draws from."""
 SUITES = (*FAMILIES, "kernels", "graph", "programs")
 

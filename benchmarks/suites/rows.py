@@ -1,5 +1,6 @@
 """Softmax, cross entropy and norms, alone and with their gradients: rows of the catalogue."""
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from ..tables import size
 from . import common
 
 OPS: dict[str, Any] = {op.name: op for op in catalogue.OPS if op.family == "rows"}
-_GRADIENT = "value and gradient"
+GRADIENT = "value and gradient"
 _LISTED = {
     "gpu": [(65536, 512), (131072, 1024), (16384, 4096), (8192, 50257), (400000, 100)],
     "cpu": [(4096, 512), (512, 4096), (4096, 333), (64, 50257)],
@@ -25,38 +26,24 @@ _LISTED = {
 # Softmax over the tokens of vision and text transformers, whose rows are not aligned: 256 images, 6
 # heads and 197 tokens are 302,592 rows.
 _TOKENS = [(302592, n) for n in (77, 197, 257, 577, 785, 1025)]
-# Rows along the second of three axes, as in a softmax over channels before pixels, or over a
-# sequence before features.
-_STRIDED = {
-    "gpu": [
-        (1, 1000, 64),
-        (1, 4096, 1024),
-        (8, 21, 262144),
-        (64, 768, 196),
-        (16, 2048, 512),
-        (128, 512, 8),
-        (8, 50000, 16),
-    ],
-    "cpu": [(4, 21, 16384), (8, 256, 196), (2, 2048, 64)],
-}
-_OF_STRIDED = ("softmax", "logsumexp")
 # For group norm: images, pixels, channels.
 _IMAGES = {"gpu": [(32, 4096, 256), (16, 1024, 512)], "cpu": [(8, 1024, 64), (2, 4096, 320)]}
 
 
-def case(name: str, dims: tuple[int, ...], dtype: str, group: str, shape: str = "") -> Case:
+def case(name: str, dims: tuple[int, ...], dtype: str, group: str, axis: int = -1) -> Case:
+    """A case with rows along an axis: the last, or the second of three."""
     op = OPS[name]
-    operands, options = shapes(_inputs(op, dims, dtype)), _options(op, dims)
+    operands, options = shapes(_inputs(op, dims, dtype, axis)), _options(axis)
     nbytes = op.bytes(*operands, **options)
-    if group == _GRADIENT:  # also reads the cotangent, and writes the value and gradients
+    if group == GRADIENT:  # also reads the cotangent, and writes the value and gradients
         result = op.result(*operands, **options)
         nbytes += sum(map(catalogue.nbytes, (result, *(operands[i] for i in op.wrt))))
-    prefix = {"forward": "fwd", _GRADIENT: "vag"}.get(group, group)
+    prefix = {"forward": "fwd", GRADIENT: "vag"}.get(group, group)
     full = f"{prefix}-{name}-{'x'.join(map(str, dims))}-{common.short(dtype)}"
-    shape = shape or " x ".join(map(str, dims))
-    work = partial(_work, op, dims, dtype, group == _GRADIENT)
-    shown = f"{name}, axis 1" if options else name
-    return Case("rows", full, shown, group, shape, dtype, nbytes, work)
+    shape = " x ".join(map(str, dims))
+    work = partial(_work, op, dims, dtype, group == GRADIENT, axis)
+    suite = "strided" if options else "rows"
+    return Case(suite, full, name, group, shape, dtype, nbytes, work)
 
 
 def cases(platform: str) -> list[Case]:
@@ -66,24 +53,18 @@ def cases(platform: str) -> list[Case]:
         for name in OPS
         for dims in (_IMAGES if name == "group_norm" else _LISTED)[platform]
         for dtype in ("float32", "bfloat16")
-        for group in ("forward", _GRADIENT)
+        for group in ("forward", GRADIENT)
     ]
     listed += [
         case("softmax", dims, dtype, group)
         for dims in (_TOKENS if platform == "gpu" else [])
         for dtype in ("float32", "bfloat16")
-        for group in ("forward", _GRADIENT)
-    ]
-    listed += [
-        case(name, dims, dtype, group)
-        for name in _OF_STRIDED
-        for dims in _STRIDED[platform]
-        for dtype in ("float32", "bfloat16")
-        for group in ("forward", _GRADIENT)
+        for group in ("forward", GRADIENT)
     ]
     for nbytes in common.sweep_sizes(platform):
         n = min(1024, nbytes // 2)
-        listed.append(case("softmax", (nbytes // 2 // n, n), "bfloat16", SWEEP, size(nbytes)))
+        swept = case("softmax", (nbytes // 2 // n, n), "bfloat16", SWEEP)
+        listed.append(dataclasses.replace(swept, shape=size(nbytes)))
     return listed
 
 
@@ -105,29 +86,28 @@ def draw(rng: np.random.Generator, largest: int) -> Case:
     else:
         n = max(n, {"layer_norm": 4, "rms_norm": 2}.get(name, 1))
         dims = (max(1, elements // n), n)
-    return case(name, dims, dtype, common.pick(rng, ("forward", _GRADIENT)))
+    return case(name, dims, dtype, common.pick(rng, ("forward", GRADIENT)))
 
 
-def _options(op: Any, dims: tuple[int, ...]) -> dict[str, int]:
-    """The axis of strided rows. The dimensions of group norm are images, pixels and channels."""
-    return {"axis": 1} if len(dims) == 3 and op.name != "group_norm" else {}
+def _options(axis: int) -> dict[str, int]:
+    return {} if axis == -1 else {"axis": axis}
 
 
-def _inputs(op: Any, dims: tuple[int, ...], dtype: str) -> list[Input]:
+def _inputs(op: Any, dims: tuple[int, ...], dtype: str, axis: int) -> list[Input]:
+    vector = Input((dims[axis],), "float32", "divisor")
     labels = Input(dims[:1], "int32", "uniform", dims[-1])
-    vector = Input(dims[-1:], "float32", "divisor")
     others = [labels if d == catalogue.INDEX else vector for d in op.domain[1:]]
     return [Input(dims, dtype), *others]
 
 
-def _work(op: Any, dims: tuple[int, ...], dtype: str, gradient: bool) -> Work:
-    options = _options(op, dims)
+def _work(op: Any, dims: tuple[int, ...], dtype: str, gradient: bool, axis: int) -> Work:
+    options = _options(axis)
 
     def measured(function: Function) -> Function:
         function = partial(function, **options)
         return common.with_pullback(function, op.wrt) if gradient else function
 
-    inputs = _inputs(op, dims, dtype)
+    inputs = _inputs(op, dims, dtype, axis)
     if gradient:
         inputs.append(Input(op.result(*shapes(inputs), **options).shape, dtype))
     return Work(

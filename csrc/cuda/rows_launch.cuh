@@ -744,51 +744,162 @@ cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& prob
   return LaunchLongRows(program, problem, device, stream);
 }
 
-// Plans StridedRowsKernel for packs of `pack` rows, of which a thread holds `held` elements.
-inline StridedRowsPlan PlanStridedRows(const RowsProblem& problem, int pack, int held,
-                                       int64_t element_bytes, const RowsDevice& device) {
-  constexpr int kLeastThreads = 128;
-  StridedRowsPlan plan{problem.n, problem.inner, 1, 1, kStridedThreads, false};
-  const int64_t packs = (problem.inner + pack - 1) / pack;
-  const int line = static_cast<int>(128 / element_bytes / pack);  // packs of 128 bytes
-  while (plan.columns < line / 4 && plan.columns < packs) plan.columns *= 2;
-  int along = 1;
-  while (along * plan.columns < kStridedThreads && int64_t{along} * held < problem.n) along *= 2;
-  plan.is_held = int64_t{along} * held >= problem.n;
-  if (!plan.is_held) along = 1;
-  // Wider tiles have whole lines. Those of short rows are even wider, so that blocks are not small.
-  const auto fits = [&](int columns) {
-    return columns < 2 * packs && along * columns <= kStridedThreads &&
-           problem.outer * packs >= int64_t{columns} * device.multiprocessors;
-  };
-  while ((plan.columns < line || (plan.is_held && along * plan.columns < kLeastThreads)) &&
-         fits(2 * plan.columns)) {
-    plan.columns *= 2;
+// The largest of 16, 8, 4 and 2 that divides a number.
+inline int CopyBytesOf(uint64_t bytes) {
+  int divisor = kPackBytes;
+  while (bytes % static_cast<uint64_t>(divisor) != 0) divisor /= 2;
+  return divisor;
+}
+
+// The most shared memory that sums over rows may take.
+inline constexpr int64_t kMostSumBytes = 16 << 10;
+
+// Plans StridedRowsKernel for tiles of `width` packs of rows, of `outers` values of outer if they
+// have all of inner and 0 otherwise. `addresses` are those of the inputs, combined by or.
+inline StridedRowsPlan StridedRowsPlanOf(const StridedRowsTraits& traits,
+                                         const RowsProblem& problem, const RowsDevice& device,
+                                         uint64_t addresses, int64_t width, int64_t outers,
+                                         int cluster, int threads) {
+  // Rows that do not fit otherwise may take all of a multiprocessor's shared memory.
+  const int64_t most = device.shared_bytes - (16 << 10) - (traits.sums > 0 ? kMostSumBytes : 0);
+  const int64_t row_bytes = width * traits.pack * traits.element_bytes;
+  StridedRowsPlan plan{};
+  plan.outer = problem.outer;
+  plan.n = problem.n;
+  plan.inner = problem.inner;
+  plan.is_flat = outers > 0;
+  plan.outers = static_cast<int>(std::max<int64_t>(outers, 1));
+  plan.width = static_cast<int>(width);
+  plan.tiles = plan.is_flat ? 1 : (problem.inner / traits.pack + width - 1) / width;
+  plan.units = (problem.outer + plan.outers - 1) / plan.outers * plan.tiles;
+  plan.cluster = cluster;
+  plan.share = (problem.n + cluster - 1) / cluster;
+  // Of longer rows, half of it, so that one block copies while another computes.
+  const int64_t each = row_bytes * traits.inputs;
+  const int64_t part = plan.share * each <= most ? plan.share : most / 2 / each;
+  plan.part = static_cast<int>(std::max<int64_t>(part, 1));
+  while (1 << plan.column_bits < width) ++plan.column_bits;
+  const int columns = 1 << plan.column_bits;
+  plan.threads = std::max({columns, internal::kWarpSize, threads});
+  plan.copy_bytes =
+      CopyBytesOf(addresses | static_cast<uint64_t>(problem.inner * traits.element_bytes) |
+                  static_cast<uint64_t>(row_bytes));
+  while (1 << plan.copy_bits < plan.threads && plan.copy_bytes << plan.copy_bits < row_bytes) {
+    ++plan.copy_bits;
   }
-  if (plan.is_held) plan.threads = std::max(along * plan.columns, kLeastThreads);
-  plan.tiles = (packs + plan.columns - 1) / plan.columns;
+  const int64_t data = plan.part * row_bytes + kPackBytes;
+  plan.input_bytes = static_cast<int>((data + kPackBytes - 1) / kPackBytes * kPackBytes);
+  plan.values = columns * traits.pack * traits.values;
+  const int groups = plan.threads / std::max(columns, internal::kWarpSize);
+  plan.exchange = (groups + (cluster > 1 ? 2 * cluster : 0)) * plan.values;
+  const int64_t sums = plan.share * traits.sums * plan.SumCopies();
+  plan.holds_sums = sums * traits.value_bytes <= kMostSumBytes;
+  const int64_t values = plan.exchange + (plan.holds_sums ? sums : 0);
+  plan.shared_bytes =
+      traits.inputs * plan.input_bytes + static_cast<int>(values) * traits.value_bytes;
   return plan;
 }
 
-// Launches the kernel for rows that are not contiguous, or that have 2^30 elements or more.
+// Plans StridedRowsKernel. Measured on an H200, for softmax, its gradient and layer norm in tiles
+// of 32 bytes to 1 KB of a row, clusters of up to 8 blocks, and blocks of 64 to 256 threads.
+inline StridedRowsPlan PlanStridedRows(const StridedRowsTraits& traits, const RowsProblem& problem,
+                                       const RowsDevice& device, uint64_t addresses) {
+  constexpr int kMostCluster = 8, kLine = 128, kSector = 32;
+  constexpr int64_t kLeastBytes = 24 << 10;  // of a block, if there are enough rows
+  const int64_t pack_bytes = int64_t{traits.pack} * traits.element_bytes;
+  const int64_t all_bytes = pack_bytes * traits.inputs;
+  const int64_t most_bytes = std::min<int64_t>(70 << 10, 8192 * all_bytes);
+  const int64_t packs = problem.inner / traits.pack, n = problem.n, outer = problem.outer;
+  // Each warp along the columns has its own sums over rows, in shared memory.
+  int64_t most_width = kStridedThreads;
+  const auto fits_sums = [&](int64_t part) {
+    const int64_t warps = std::max<int64_t>(most_width / internal::kWarpSize, 1);
+    return part * traits.sums * traits.value_bytes * warps <= kMostSumBytes;
+  };
+  while (most_width > internal::kWarpSize && !fits_sums(n)) most_width /= 2;
+  const int64_t processors = device.multiprocessors;
+  const int most_cluster = device.has_clusters ? kMostCluster : 1;
+  const auto bytes = [&](int64_t width) { return n * width * all_bytes; };
+  const auto tiles = [&](int64_t width) { return (packs + width - 1) / width; };
+  // Tiles have whole lines, and more if rows are short; but less if there would be few of them, or
+  // if much of the last one would be empty.
+  int64_t width = std::min(std::max<int64_t>(kLine / pack_bytes, 1), most_width), outers = 0;
+  while (2 * width <= most_width && bytes(2 * width) <= kLeastBytes) width *= 2;
+  const auto is_wide = [&] {
+    return width * pack_bytes > (bytes(width) <= kLeastBytes ? kSector : 2 * kSector);
+  };
+  while (is_wide() && outer * tiles(width) < processors) width /= 2;
+  while (packs > width && is_wide() && 4 * tiles(width) * width > 5 * packs) width /= 2;
+  const bool is_odd = packs * pack_bytes % 4 != 0;
+  if (packs <= width) {
+    while (2 * outers * packs <= most_width && 2 * outers * bytes(packs) <= kLeastBytes &&
+           outer >= 16 * processors * outers) {
+      outers = std::max<int64_t>(2 * outers, 1);
+    }
+    outers = std::max<int64_t>(outers, 1);
+    width = packs * outers;
+  } else if (is_odd && packs <= kStridedThreads && bytes(packs) <= most_cluster * most_bytes) {
+    outers = 1;  // there is shared memory for the sums: a block has at most 8,192 packs
+    width = packs;
+  }
+  const int64_t units = outers > 0 ? (outer + outers - 1) / outers : outer * tiles(width);
+  int64_t cluster = 1;
+  while (outers <= 1 && cluster < most_cluster &&
+         (bytes(width) > cluster * most_bytes ||
+          (units * cluster < processors && bytes(width) > cluster * (8 << 10)))) {
+    cluster *= 2;
+  }
+  // A thread has about 256 bytes, or less if there are few threads. If rows are short, it has all
+  // of its rows.
+  const int64_t blocks = units * cluster, block_packs = (n * width + cluster - 1) / cluster;
+  const int64_t least_packs = blocks <= processors ? 2 : 8;
+  int threads = 2 * internal::kWarpSize;
+  if (n > 32 || blocks <= processors) {
+    while (threads < kStridedThreads && (256 * threads < block_packs * all_bytes ||
+                                         (2 * threads * least_packs <= block_packs &&
+                                          2 * threads * blocks <= 512 * processors))) {
+      threads *= 2;
+    }
+  }
+  return StridedRowsPlanOf(traits, problem, device, addresses, width, outers,
+                           static_cast<int>(cluster), threads);
+}
+
+// Launches the kernel for rows that are not contiguous, or that have 2^30 elements or more. If
+// there are sums over rows, *parts is the most parts of them on entry, and is set to their number.
 template <typename Program>
 cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem,
-                              cudaStream_t stream) {
+                              cudaStream_t stream, int64_t* parts = nullptr) {
   using T = typename Program::Element;
-  constexpr int kPack = std::min(kPackSize<T>, Program::kMostRows);
-  const bool is_packed = problem.inner % kPack == 0 && AreAligned(program);
+  constexpr int kPack = std::min({kPackSize<T>, 4, Program::kMostRows});
+  constexpr int64_t kPackBytesHere = kPack * static_cast<int64_t>(sizeof(T));
+  const bool is_packed = problem.inner % kPack == 0 && AreAligned(program, kPackBytesHere);
   RowsDevice device{};
-  const cudaError_t status = GetRowsDevice(&device);
+  cudaError_t status = GetRowsDevice(&device);
   if (status != cudaSuccess) return status;
+  uint64_t addresses = 0;
+  for (int a = 0; a < Program::kInputs; ++a) {
+    addresses |= reinterpret_cast<uintptr_t>(program.in[a]);
+  }
   const auto launch = [&](auto pack) {
     constexpr int kRows = decltype(pack)::value;
-    constexpr int kHeld = StridedRowsBody<Program, kRows>::kHeld;
-    const StridedRowsPlan plan = PlanStridedRows(problem, kRows, kHeld, sizeof(T), device);
-    const int bytes = StridedRowsBody<Program, kRows>::SharedBytes(plan);
-    StridedRowsKernel<Program, kRows>
-        <<<static_cast<unsigned>(problem.outer * plan.tiles), plan.threads, bytes, stream>>>(
-            program, plan);
-    return cudaGetLastError();
+    using Body = StridedRowsBody<Program, kRows>;
+    const auto kernel = StridedRowsKernel<Program, kRows>;
+    StridedRowsPlan plan = PlanStridedRows(Body::kTraits, problem, device, addresses);
+    int units = 0;
+    status = CountUnits(reinterpret_cast<const void*>(kernel), plan.threads, plan.cluster,
+                        plan.shared_bytes, device, &units);
+    if (status != cudaSuccess) return status;
+    plan.teams = std::min(plan.units, int64_t{1} << 27);
+    if (parts != nullptr) {
+      plan.teams = std::min({plan.teams, *parts, int64_t{std::max(units, 1)}});
+      *parts = plan.teams;
+    }
+    cudaLaunchAttribute attribute{};
+    const cudaLaunchConfig_t config =
+        ClusterConfig(plan.teams * plan.cluster, plan.threads, plan.cluster, plan.shared_bytes,
+                      &attribute, stream);
+    return cudaLaunchKernelEx(&config, kernel, program, plan);
   };
   return is_packed ? launch(std::integral_constant<int, kPack>())
                    : launch(std::integral_constant<int, 1>());

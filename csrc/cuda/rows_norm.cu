@@ -116,7 +116,7 @@ cudaError_t LaunchNorm(const NormCall& call, cudaStream_t stream) {
       program.vectors[1] = {call.bias, call.bias_type};
       program.stats = static_cast<NormStats<T, kCenter>*>(call.stats);
       program.epsilon = static_cast<Compute<T>>(call.epsilon);
-      return LaunchContiguousRows(program, call.problem, stream);
+      return LaunchRows(program, call.problem, stream);
     };
     const auto with_center = [&](auto center) {
       return call.residual != nullptr ? launch(center, std::true_type())

@@ -130,26 +130,23 @@ __global__ void __launch_bounds__(kColumnThreads, 1)
   }
 }
 
-inline constexpr int kPartRows = 8;  // warps of a block that add parts
-
-// Adds the parts. A block has 32 columns, and its warps take parts round-robin.
-template <typename C>
-__global__ void __launch_bounds__(32 * kPartRows)
+// Adds the parts. A block has 32 columns, and its kWarps warps take parts round-robin.
+template <typename C, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps)
     AddPartsKernel(const C* __restrict__ parts, int64_t count, int64_t columns, int64_t n, C* first,
                    C* second) {
-  __shared__ C sums[kPartRows][32];
+  __shared__ C sums[kWarps][32];
   const int64_t column = int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   C sum = 0;
   if (column < columns) {
 #pragma unroll 8
-    for (int64_t part = warp; part < count; part += kPartRows)
-      sum += parts[part * columns + column];
+    for (int64_t part = warp; part < count; part += kWarps) sum += parts[part * columns + column];
   }
   sums[warp][threadIdx.x % 32] = sum;
   __syncthreads();
   if (warp != 0 || column >= columns) return;
-  for (int w = 1; w < kPartRows; ++w) sum += sums[w][threadIdx.x];
+  for (int w = 1; w < kWarps; ++w) sum += sums[w][threadIdx.x];
   (column < n ? first : second)[column < n ? column : column - n] = sum;
 }
 
@@ -158,9 +155,15 @@ cudaError_t AddParts(const NormVjpCall& call, int64_t count, cudaStream_t stream
   const int64_t n = call.problem.n, columns = call.vectors() * n;
   auto* dscale = static_cast<C*>(call.dscale);
   auto* dbias = static_cast<C*>(call.dbias);
-  return LaunchBlocks<32 * kPartRows>(AddPartsKernel<C>, (columns + 31) / 32, 0, stream,
-                                      static_cast<const C*>(call.scratch), count, columns, n,
-                                      dscale != nullptr ? dscale : dbias, dbias);
+  const auto launch = [&](auto warps) {
+    constexpr int kWarps = decltype(warps)::value;
+    return LaunchBlocks<32 * kWarps>(AddPartsKernel<C, kWarps>, (columns + 31) / 32, 0, stream,
+                                     static_cast<const C*>(call.scratch), count, columns, n,
+                                     dscale != nullptr ? dscale : dbias, dbias);
+  };
+  // With strided rows, parts can be many.
+  return count > 512 ? launch(std::integral_constant<int, 32>())
+                     : launch(std::integral_constant<int, 8>());
 }
 
 template <typename T, bool kCenter, bool kDsum, int kSums>
@@ -223,8 +226,22 @@ cudaError_t LaunchSeparately(const NormVjpCall& call, const RowsDevice& device,
 }
 
 template <typename T, bool kCenter, bool kDsum>
+cudaError_t LaunchStrided(const NormVjpCall& call, cudaStream_t stream) {
+  if (call.vectors() == 0) {
+    return LaunchStridedRows(MakeBackward<T, kCenter, kDsum, 0>(call), call.problem, stream);
+  }
+  if (!kCenter && call.dbias != nullptr) return cudaErrorInvalidValue;  // rms norm has no bias
+  constexpr int kSums = kCenter ? 2 : 1;
+  int64_t parts = call.parts;
+  const cudaError_t status =
+      LaunchStridedRows(MakeBackward<T, kCenter, kDsum, kSums>(call), call.problem, stream, &parts);
+  return status == cudaSuccess ? AddParts<Compute<T>>(call, parts, stream) : status;
+}
+
+template <typename T, bool kCenter, bool kDsum>
 cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
   using C = Compute<T>;
+  if (call.problem.inner != 1) return LaunchStrided<T, kCenter, kDsum>(call, stream);
   constexpr int kSums = kCenter ? 2 : 1;
   RowsDevice device{};
   cudaError_t status = GetRowsDevice(&device);

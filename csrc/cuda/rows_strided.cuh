@@ -1,19 +1,14 @@
 // Rows whose elements are not contiguous: (outer, n, inner) with inner > 1, without a transpose.
-// Contiguous elements belong to neighbouring rows. A thread has a pack of neighbouring rows, and
-// shares their elements round-robin with other threads. It holds its elements in registers if all
-// of a row fits there. Otherwise it reads them again in each pass. Also handles rows of 2^30
-// elements and more.
 //
-// Measured on an H200, in us: softmax along the second axis; the same by earlier versions, which
-// had tiles of at most 128 bytes along inner or combined values in shared memory one by one; XLA:
-//                          f32               bf16
-//   (1, 512, 512)          3.6, 7.1, 7.8     4.6, 11.9, 8.0
-//   (8, 21, 262144)        141, 427, 186     129, 239, 132
-//   (16, 2048, 512)        78, 126, 92       39, 81, 61
-//   (64, 768, 196)         54, 53, 41        59, 59, 30
-//   (8, 50000, 16)         157, 183, 30      134, 138, 23
-// Few long rows are slow because they occupy few multiprocessors. Why rows of 768 are slow here was
-// not found.
+// A tile is a number of neighbouring rows. A block copies it to shared memory, asynchronously and
+// once, whatever the number of reductions. If it is too large for that, the blocks of a cluster
+// hold a part of each row; if it is too large for a cluster, parts are copied again in each pass. A
+// thread has a pack of neighbouring rows, and shares their elements round-robin with other threads.
+// Also handles rows of 2^30 elements and more.
+//
+// The tile of rows with few values of inner consists of all rows of one or several values of outer,
+// so it is contiguous in memory, and copied in 16 bytes wherever it begins. Otherwise it is as wide
+// as fits.
 //
 // Handles the programs of rows.cuh.
 #pragma once
@@ -22,15 +17,40 @@
 
 JOF_NAMESPACE_BEGIN
 
-struct StridedRowsPlan {
-  int64_t n, inner;
-  int64_t tiles;  // tiles along inner; a block has the rows of one tile
-  int columns;    // neighbouring threads of a block along inner: a power of two
-  int threads;    // of a block: a multiple of columns, and of a warp
-  bool is_held;   // whether each thread holds all of its elements
+// The properties of a program that plans depend on.
+struct StridedRowsTraits {
+  int inputs, element_bytes;
+  int pack;         // neighbouring rows of a thread
+  int values;       // that are reduced at a time, for each row
+  int value_bytes;  // of each
+  int sums;         // over rows
 };
 
-inline constexpr int kStridedThreads = 512;
+struct StridedRowsPlan {
+  int64_t outer, n, inner;
+  int64_t tiles;    // along inner; of one or several values of outer if is_flat
+  int64_t units;    // all tiles
+  int64_t teams;    // blocks, or clusters of blocks; each has every teams-th tile
+  int outers;       // values of outer that a tile has; more than one only if is_flat
+  bool is_flat;     // whether a tile has all of inner
+  int width;        // packs of neighbouring rows in a tile
+  int column_bits;  // 2^column_bits threads are along them: the next power of two
+  int threads;      // of a block: a multiple of the columns, and of a warp
+  int cluster;      // blocks that share the rows of a tile
+  int64_t share;    // elements of each row that a block has
+  int part;         // elements of each row that it has in shared memory at a time
+  int copy_bytes;   // of one copy to shared memory
+  int copy_bits;    // 2^copy_bits threads copy a row of the tile
+  int input_bytes;  // of shared memory, for each input
+  int values;       // of all columns that are reduced at a time
+  int exchange;     // values in shared memory that threads and blocks exchange
+  bool holds_sums;  // whether sums over rows are in shared memory until the end
+  int shared_bytes;
+
+  JOF_HOST_DEVICE int SumCopies() const { return column_bits <= 5 ? 1 : 1 << (column_bits - 5); }
+};
+
+inline constexpr int kStridedThreads = 256;
 
 // Each thread has kPack neighbouring rows.
 template <typename Program, int kPack>
@@ -39,133 +59,366 @@ class StridedRowsBody {
   using T = typename Program::Element;
   using C = Compute<T>;
   static constexpr int kInputs = Program::kInputs, kOutputs = Program::kOutputs;
+  static constexpr int kVectors = Program::kVectors, kSums = Program::kColumnSums;
   static constexpr int kReductions = Program::kReductions;
-  // Elements of a row that a thread has in registers.
-  static constexpr int kMostHeld = kPack * kInputs <= 4 ? 8 : 4;
-  static constexpr int kHeld =
-      Program::kElements / kPack < kMostHeld ? Program::kElements / kPack : kMostHeld;
-
-  // Each group of threads has values for all columns. It is a warp, or as many threads as columns.
-  JOF_HOST_DEVICE static int GroupThreads(int columns) {
-    return columns < internal::kWarpSize ? internal::kWarpSize : columns;
-  }
-  static int SharedBytes(const StridedRowsPlan& plan) {
-    return plan.threads / GroupThreads(plan.columns) * plan.columns * kPack * Program::kValues *
-           static_cast<int>(sizeof(C));
-  }
+  static constexpr StridedRowsTraits kTraits{kInputs,          static_cast<int>(sizeof(T)), kPack,
+                                             Program::kValues, static_cast<int>(sizeof(C)), kSums};
 
   __device__ __forceinline__ StridedRowsBody(const Program& program, const StridedRowsPlan& plan,
-                                             C* shared)
-      : program_(program), plan_(plan), shared_(shared) {
-    const int column = threadIdx.x & (plan.columns - 1);
-    along_ = threadIdx.x / plan.columns;
-    step_ = blockDim.x / plan.columns;
-    const int64_t o = blockIdx.x / plan.tiles, tile = blockIdx.x - o * plan.tiles;
-    inner_ = (tile * plan.columns + column) * kPack;
-    has_rows_ = inner_ < plan.inner;
-    first_row_ = o * plan.inner + inner_;
-    begin_ = o * plan.n * plan.inner + inner_;
+                                             unsigned char* shared, uint64_t (&barriers)[2])
+      : program_(program), plan_(plan), shared_(shared), barriers_(barriers) {
+    column_ = threadIdx.x & ((1 << plan.column_bits) - 1);
+    along_ = threadIdx.x >> plan.column_bits;
+    step_ = plan.threads >> plan.column_bits;
+    rank_ = plan.cluster > 1 ? internal::ClusterRank() : 0;
+    first_ = rank_ * plan.share;
+    last_ = min(first_ + plan.share, plan.n);
+    values_ = reinterpret_cast<C*>(shared + kInputs * plan.input_bytes);
   }
 
   __device__ __forceinline__ void Run() {
-    Row facts[kPack];
-    if (has_rows_) {
-      JOF_UNROLL
-      for (int i = 0; i < kPack; ++i) facts[i] = program_.Begin(first_row_ + i);
+    const bool is_cluster = plan_.cluster > 1;
+    const int64_t team = is_cluster ? internal::ClusterId() : blockIdx.x;
+    if (is_cluster) {
+      internal::InitBarriers(barriers_);
+      internal::ArriveAtCluster();
     }
-    if (plan_.is_held) Load(along_);
-    Reduce<0>(facts);
-    if constexpr (kOutputs > 0) {
-      ForEachChunk([&](int64_t j) {
-        if (!plan_.is_held) Replace(facts);
-        Map(facts, j);
-      });
+    if constexpr (kSums > 0) {
+      C* const part = program_.partial_sums + team * program_.wanted_sums * plan_.n + first_;
+      const int64_t own = int64_t{column_ / internal::kWarpSize} * kSums * plan_.share;
+      sums_ = plan_.holds_sums ? values_ + plan_.exchange + own : part;
+      sum_stride_ = plan_.holds_sums ? plan_.share : plan_.n;
     }
-    if (along_ != 0 || !has_rows_) return;
-    JOF_UNROLL
-    for (int i = 0; i < kPack; ++i) program_.End(first_row_ + i, facts[i]);
+    is_first_ = true;
+    for (int64_t unit = team; unit < plan_.units; unit += plan_.teams) {
+      Begin(unit);
+      RunTile();
+      is_first_ = false;
+    }
+    if constexpr (kSums > 0) {
+      if (plan_.holds_sums) StoreSums(team);
+    }
   }
 
  private:
   using Row = typename Program::Row;
+  // Elements of a row that a thread loads at a time.
+  static constexpr int kBatch = kPack * kInputs > 4 ? 2 : 4;
+  // Whether the values by which the last reduction replaces elements are kept in shared memory.
+  static constexpr bool kKeeps = Program::kReplaces && sizeof(C) == sizeof(T) && kReductions > 0;
 
-  // Calls visit(j) whenever elements j, j + step_, ... of the rows are in registers.
-  template <typename Visit>
-  __device__ __forceinline__ void ForEachChunk(const Visit& visit) {
-    if (plan_.is_held && kReductions > 0) {
-      visit(int64_t{along_});
-      return;
+  // Sets what depends on the tile.
+  __device__ __forceinline__ void Begin(int64_t unit) {
+    const int inner_packs = static_cast<int>(min(plan_.inner / kPack, int64_t{1} << 30));
+    int64_t o = unit, i = 0;
+    int local = 0;  // the value of outer within the tile
+    if (plan_.is_flat) {
+      o *= plan_.outers;
+      local = plan_.outers > 1 ? column_ / inner_packs : 0;
+      i = int64_t{column_ - local * inner_packs} * kPack;
+      pitch_ = static_cast<int>(plan_.inner);
+      outers_here_ = static_cast<int>(min(int64_t{plan_.outers}, plan_.outer - o));
+      has_rows_ = column_ < plan_.width && local < outers_here_;
+      tile_ = o * plan_.n * plan_.inner;
+      at_ = has_rows_ ? local * static_cast<int>(plan_.n) * pitch_ + static_cast<int>(i) : 0;
+    } else {
+      o = unit / plan_.tiles;
+      pitch_ = plan_.width * kPack;
+      const int64_t begin = (unit - o * plan_.tiles) * pitch_;
+      i = begin + column_ * kPack;
+      has_rows_ = column_ < plan_.width && i < plan_.inner;
+      row_elements_ = static_cast<int>(min(int64_t{pitch_}, plan_.inner - begin));
+      tile_ = o * plan_.n * plan_.inner + begin;
+      at_ = has_rows_ ? column_ * kPack : 0;
     }
-    for (int64_t j = along_; j < plan_.n; j += kHeld * step_) {
-      Load(j);
-      visit(j);
-    }
+    first_row_ = (o + local) * plan_.inner + i;
+    begin_ = (o + local) * plan_.n * plan_.inner + i;
   }
 
-  __device__ __forceinline__ bool Has(int64_t j, int k) const {
-    return has_rows_ && j + k * step_ < plan_.n;
+  __device__ __forceinline__ static int Thread() { return static_cast<int>(threadIdx.x); }
+
+  // ---- copies to shared memory ----
+
+  // Where the elements of an input are. Those of a flat tile are at the same offset within 16 bytes
+  // as in global memory.
+  __device__ __forceinline__ T* Tile(int a, int64_t j) const {
+    unsigned char* const tile = shared_ + a * plan_.input_bytes;
+    if (!plan_.is_flat) return reinterpret_cast<T*>(tile);
+    return reinterpret_cast<T*>(tile + OffsetOf(program_.in[a] + tile_ + j * plan_.inner));
+  }
+  __device__ __forceinline__ static int OffsetOf(const T* source) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(source) % kPackBytes);
   }
 
-  __device__ __forceinline__ void Load(int64_t j) {
-    if (!Has(j, 0)) return;
-    // All elements are loaded before any is used, so that no load waits for another. A condition on
-    // each would bring its load and its use together, so the last element is loaded again instead.
-    Pack<T, kPack> packs[kHeld][kInputs];
+  // Begins to copy the elements of all rows from element j on.
+  __device__ __forceinline__ void Copy(int64_t j, int count) const {
     JOF_UNROLL
-    for (int k = 0; k < kHeld; ++k) {
-      const int64_t at = j + k * step_ < plan_.n ? j + k * step_ : plan_.n - 1;
+    for (int a = 0; a < kInputs; ++a) {
+      const T* const source = program_.in[a] + tile_ + j * plan_.inner;
+      unsigned char* const target = shared_ + a * plan_.input_bytes;
+      if (plan_.is_flat) {
+        const int offset = OffsetOf(source);
+        const auto* const from = reinterpret_cast<const unsigned char*>(source) - offset;
+        const int elements = count * static_cast<int>(plan_.inner) * outers_here_;
+        const int bytes = offset + elements * static_cast<int>(sizeof(T));
+        for (int b = Thread() * kPackBytes; b < bytes; b += plan_.threads * kPackBytes) {
+          internal::CopyAsync<kPackBytes>(target + b, from + b);
+        }
+      } else {
+        CopyRows(target, source, count);
+      }
+    }
+    internal::CommitCopies();
+  }
+
+  __device__ __forceinline__ void CopyRows(unsigned char* target, const T* source,
+                                           int count) const {
+    const int words = row_elements_ * static_cast<int>(sizeof(T)) / plan_.copy_bytes;
+    for (int w = Thread() & ((1 << plan_.copy_bits) - 1); w < words; w += 1 << plan_.copy_bits) {
+      const int byte = w * plan_.copy_bytes;
+      const auto* const from = reinterpret_cast<const unsigned char*>(source) + byte;
+      switch (plan_.copy_bytes) {
+        case 16:
+          CopyColumn<16>(target + byte, from, count);
+          break;
+        case 8:
+          CopyColumn<8>(target + byte, from, count);
+          break;
+        case 4:
+          CopyColumn<4>(target + byte, from, count);
+          break;
+        default:
+          CopyColumn<2>(target + byte, from, count);
+      }
+    }
+  }
+
+  // Copies a word of each row of the tile.
+  template <int kBytes>
+  __device__ __forceinline__ void CopyColumn(unsigned char* to, const unsigned char* from,
+                                             int count) const {
+    const int begin = Thread() >> plan_.copy_bits, step = plan_.threads >> plan_.copy_bits;
+    const int row_bytes = pitch_ * static_cast<int>(sizeof(T));
+    const int64_t stride = plan_.inner * static_cast<int64_t>(sizeof(T));
+    if constexpr (kBytes > 2) {
+#pragma unroll 4
+      for (int k = begin; k < count; k += step) {
+        internal::CopyAsync<kBytes>(to + k * row_bytes, from + k * stride);
+      }
+    } else {  // too few bytes for an asynchronous copy
+      constexpr int kLoads = 8;
+      for (int k = begin; k < count; k += kLoads * step) {
+        uint16_t loaded[kLoads];
+        JOF_UNROLL
+        for (int i = 0; i < kLoads; ++i) {
+          const int64_t at = min(k + i * step, count - 1) * stride;
+          loaded[i] = *reinterpret_cast<const uint16_t*>(from + at);
+        }
+        JOF_UNROLL
+        for (int i = 0; i < kLoads; ++i) {
+          if (k + i * step >= count) break;
+          *reinterpret_cast<uint16_t*>(to + (k + i * step) * row_bytes) = loaded[i];
+        }
+      }
+    }
+  }
+
+  // ---- passes ----
+
+  // Each reduction is a pass over the elements, and so is the map. A tile that fits into shared
+  // memory is copied once, otherwise in parts in each pass.
+  __device__ __forceinline__ void RunTile() {
+    constexpr int kPasses = kReductions + (kOutputs > 0);
+    const bool is_held = plan_.share <= plan_.part;
+    Row facts[kPack]{};
+    C values[kPack][Program::kValues];
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; ++pass) {
+      internal::ForEachIndex<kReductions>([&](auto r) {
+        if (pass == decltype(r)::value) Clear<decltype(r)::value>(values);
+      });
+      for (int64_t j = first_; j == first_ || j < last_; j += plan_.part) {
+        const int count = static_cast<int>(max(min(int64_t{plan_.part}, last_ - j), int64_t{0}));
+        const bool copies = pass == 0 || !is_held;
+        if (copies) {
+          __syncthreads();  // others may still read what was there
+          Copy(j, count);
+        }
+        if (pass == 0 && j == first_) {
+          if (has_rows_) {
+            JOF_UNROLL
+            for (int i = 0; i < kPack; ++i) facts[i] = program_.Begin(first_row_ + i);
+          }
+          if (plan_.cluster > 1 && is_first_) internal::WaitForCluster();
+        }
+        if (copies) {
+          internal::WaitForCopies(0);
+          __syncthreads();
+        }
+        internal::ForEachIndex<kReductions>([&](auto r) {
+          if (pass == decltype(r)::value) Accumulate<decltype(r)::value>(facts, j, count, values);
+        });
+        if constexpr (kOutputs > 0) {
+          if (pass == kReductions) Map(facts, j, count, !kKeeps || !is_held);
+        }
+      }
+      internal::ForEachIndex<kReductions>([&](auto r) {
+        if (pass == decltype(r)::value) Finish<decltype(r)::value>(facts, values);
+      });
+    }
+    if (along_ != 0 || rank_ != 0 || !has_rows_) return;
+    JOF_UNROLL
+    for (int i = 0; i < kPack; ++i) program_.End(first_row_ + i, facts[i]);
+  }
+
+  // This thread's elements of a part that begins at j. Input a of element k is at slots[a] + k *
+  // pitch_.
+  struct Slots {
+    T* of[kInputs];
+  };
+  __device__ __forceinline__ Slots SlotsOf(int64_t j) const {
+    Slots slots;
+    JOF_UNROLL
+    for (int a = 0; a < kInputs; ++a) slots.of[a] = Tile(a, j) + at_;
+    return slots;
+  }
+  // Loads kSteps elements of this thread, k, k + step_, ..., before any of them is used.
+  template <int kSteps>
+  __device__ __forceinline__ void Load(const Slots& slots, int k,
+                                       C (&x)[kSteps][kPack][kInputs]) const {
+    JOF_UNROLL
+    for (int b = 0; b < kSteps; ++b) {
       JOF_UNROLL
       for (int a = 0; a < kInputs; ++a) {
-        // Not through the read-only cache: the result may be written to the same array.
-        const T* source = program_.in[a] + begin_ + at * plan_.inner;
-        packs[k][a] = *reinterpret_cast<const Pack<T, kPack>*>(source);
+        C of_input[kPack];
+        internal::LoadShared<T>(slots.of[a] + (k + b * step_) * pitch_, of_input);
+        JOF_UNROLL
+        for (int i = 0; i < kPack; ++i) x[b][i][a] = of_input[i];
       }
     }
     JOF_UNROLL
-    for (int k = 0; k < kHeld; ++k) {
+    for (int b = 0; b < kSteps; ++b) {
+      JOF_UNROLL
+      for (int i = 0; i < kPack; ++i) program_.Prepare(x[b][i]);
+    }
+  }
+
+  // Loads the same elements of the row vectors.
+  template <int kSteps>
+  __device__ __forceinline__ void LoadVectors(int64_t j, int k,
+                                              C (&v)[kSteps][kVectors + 1]) const {
+    JOF_UNROLL
+    for (int i = 0; i < kVectors; ++i) {
+      if constexpr (kVectors > 0) {
+        const RowVector& vector = program_.vectors[i];
+        const auto load = [&](const auto* data) {
+          JOF_UNROLL
+          for (int b = 0; b < kSteps; ++b) {
+            const auto element = data[j + k + b * step_];
+            v[b][i] = static_cast<C>(Accumulator<std::decay_t<decltype(element)>>::Load(element));
+          }
+        };
+        if (vector.data == nullptr) {
+          JOF_UNROLL
+          for (int b = 0; b < kSteps; ++b) v[b][i] = Program::Missing(i);
+        } else if (vector.is_f32) {
+          load(static_cast<const float*>(vector.data));
+        } else {
+          load(static_cast<const T*>(vector.data));
+        }
+      }
+    }
+  }
+
+  // ---- reductions ----
+
+  template <int r>
+  using ValuesOf = C (&)[Program::ValuesOf(r)];
+  template <int r>
+  __device__ __forceinline__ static ValuesOf<r> Get(C (&values)[Program::kValues]) {
+    return reinterpret_cast<ValuesOf<r>>(values);
+  }
+
+  template <int r>
+  __device__ __forceinline__ void Clear(C (&values)[kPack][Program::kValues]) const {
+    JOF_UNROLL
+    for (int i = 0; i < kPack; ++i) {
+      for (C& value : Get<r>(values[i])) value = program_.template Identity<r>();
+    }
+  }
+
+  template <int r>
+  __device__ __forceinline__ void Accumulate(const Row (&facts)[kPack], int64_t j, int count,
+                                             C (&values)[kPack][Program::kValues]) const {
+    if (!has_rows_) return;
+    const Slots slots = SlotsOf(j);
+    // Sums of a few elements are added up: the rounding errors of one long sum would be larger.
+    constexpr int kTurns = 4;
+    const int last = (kBatch - 1) * step_;
+    int k = along_;
+    while (k + last < count) {
+      C part[kPack][Program::kValues];
+      Clear<r>(part);
+      for (int turn = 0; turn < kTurns && k + last < count; ++turn, k += kBatch * step_) {
+        AccumulateSteps<r, kBatch>(facts, slots, j, k, part);
+      }
       JOF_UNROLL
       for (int i = 0; i < kPack; ++i) {
         JOF_UNROLL
-        for (int a = 0; a < kInputs; ++a) {
-          x_[k][i][a] = Accumulator<T>::Load(packs[k][a].elem[i]);
+        for (int c = 0; c < Program::ValuesOf(r); ++c) {
+          values[i][c] = program_.template Combine<r>(values[i][c], part[i][c]);
         }
-        program_.Prepare(x_[k][i]);
+      }
+    }
+    for (; k < count; k += step_) AccumulateSteps<r, 1>(facts, slots, j, k, values);
+  }
+
+  template <int r, int kSteps>
+  __device__ __forceinline__ void AccumulateSteps(const Row (&facts)[kPack], const Slots& slots,
+                                                  int64_t j, int k,
+                                                  C (&values)[kPack][Program::kValues]) const {
+    C x[kSteps][kPack][kInputs], v[kSteps][kVectors + 1];
+    if constexpr (Program::UsesVectors(r)) LoadVectors(j, k, v);
+    Load(slots, k, x);
+    JOF_UNROLL
+    for (int b = 0; b < kSteps; ++b) {
+      JOF_UNROLL
+      for (int i = 0; i < kPack; ++i) {
+        program_.template Accumulate<r>(facts[i], x[b][i], v[b], Get<r>(values[i]));
+      }
+      if constexpr (kKeeps && r + 1 == kReductions) {
+        Pack<T, kPack> kept;
+        JOF_UNROLL
+        for (int i = 0; i < kPack; ++i) kept.elem[i] = x[b][i][0];
+        *reinterpret_cast<Pack<T, kPack>*>(slots.of[0] + (k + b * step_) * pitch_) = kept;
       }
     }
   }
 
   template <int r>
-  __device__ __forceinline__ void Reduce(Row (&facts)[kPack]) {
-    if constexpr (r < kReductions) {
-      constexpr int kCount = Program::ValuesOf(r);
-      C values[kPack][kCount];
-      internal::Clear<r>(program_, values);
-      ForEachChunk([&](int64_t j) {
-        JOF_UNROLL
-        for (int k = 0; k < kHeld; ++k) {
-          if (!Has(j, k)) continue;
-          JOF_UNROLL
-          for (int i = 0; i < kPack; ++i) {
-            program_.template Accumulate<r>(facts[i], x_[k][i], no_vectors_, values[i]);
-          }
-        }
-      });
-      CombineThreads<r>(values);
+  __device__ __forceinline__ void Finish(Row (&facts)[kPack],
+                                         C (&values)[kPack][Program::kValues]) {
+    constexpr int kCount = Program::ValuesOf(r);
+    C own[kPack][kCount];
+    JOF_UNROLL
+    for (int i = 0; i < kPack; ++i) {
       JOF_UNROLL
-      for (int i = 0; i < kPack; ++i) {
-        program_.template Finish<r>(values[i], static_cast<C>(plan_.n), &facts[i]);
-      }
-      Reduce<r + 1>(facts);
+      for (int c = 0; c < kCount; ++c) own[i][c] = values[i][c];
+    }
+    CombineThreads<r>(own);
+    JOF_UNROLL
+    for (int i = 0; i < kPack; ++i) {
+      program_.template Finish<r>(own[i], static_cast<C>(plan_.n), &facts[i]);
     }
   }
 
-  // Combines the values of the threads with the same rows: first in a warp, then all warps. Halving
-  // the number of threads in shared memory, one value at a time, took over 10 us for a block.
+  // Combines the values of the threads with the same rows: first in a warp, then all warps, then
+  // all blocks of a cluster.
   template <int r, int kCount>
-  __device__ __forceinline__ void CombineThreads(C (&values)[kPack][kCount]) const {
+  __device__ __forceinline__ void CombineThreads(C (&values)[kPack][kCount]) {
     constexpr int kWarp = internal::kWarpSize, kValues = kPack * kCount;
-    const int columns = plan_.columns;
-    if (columns == static_cast<int>(blockDim.x)) return;
+    const int columns = 1 << plan_.column_bits, threads = plan_.threads;
+    const bool is_cluster = plan_.cluster > 1;
     for (int by = kWarp / 2; by >= columns; by /= 2) {
       JOF_UNROLL
       for (int i = 0; i < kValues; ++i) {
@@ -173,78 +426,186 @@ class StridedRowsBody {
         value = program_.template Combine<r>(value, __shfl_xor_sync(~0u, value, by));
       }
     }
-    // Each group of threads has one value left for each of its columns.
-    const int thread = static_cast<int>(threadIdx.x), column = thread & (columns - 1);
-    const int group_threads = GroupThreads(columns), size = columns * kValues;
-    C* const own = shared_ + thread / group_threads * size + column * kValues;
+    // Each group of threads has one value left for each of its columns. A group is a warp, or as
+    // many threads as columns.
+    const int group = columns < kWarp ? kWarp : columns;
+    if (group == threads && !is_cluster) return;
+    const int thread = static_cast<int>(threadIdx.x), size = columns * kValues;
+    C* const own = values_ + (thread / group) * size + column_ * kValues;
     __syncthreads();
-    if (thread % group_threads < columns) {
+    if ((thread & (group - 1)) < columns) {
       JOF_UNROLL
       for (int i = 0; i < kValues; ++i) own[i] = values[i / kCount][i % kCount];
     }
     __syncthreads();
-    const int groups = static_cast<int>(blockDim.x) / group_threads;
-    for (int i = thread; i < size; i += static_cast<int>(blockDim.x)) {
-      C total = shared_[i];
-      for (int g = 1; g < groups; ++g) {
-        total = program_.template Combine<r>(total, shared_[g * size + i]);
-      }
-      shared_[i] = total;
+    const int group_bits = plan_.column_bits < 5 ? 5 : plan_.column_bits;
+    const int groups = threads >> group_bits;
+    // Values that come from other blocks alternate between two copies: slow threads may still read
+    // those of the last reduction.
+    const unsigned copy = turn_ & 1;
+    C* const received = values_ + (groups + copy * plan_.cluster) * plan_.values;
+    if (is_cluster && thread == 0) {
+      internal::ExpectBytes(&barriers_[copy], plan_.cluster * size * static_cast<int>(sizeof(C)));
     }
-    __syncthreads();
+    for (int i = thread; i < size; i += threads) {
+      C total[1] = {values_[i]};
+      for (int g = 1; g < groups; ++g) {
+        total[0] = program_.template Combine<r>(total[0], values_[g * size + i]);
+      }
+      if (!is_cluster) values_[i] = total[0];
+      for (int to = 0; is_cluster && to < plan_.cluster; ++to) {
+        internal::StoreAsync<false>(received + rank_ * size + i, &barriers_[copy], to, total);
+      }
+    }
+    if (is_cluster) {
+      internal::WaitForBytes(&barriers_[copy], turn_ >> 1 & 1);
+      ++turn_;
+    } else {
+      __syncthreads();
+    }
+    const C* const totals = (is_cluster ? received : values_) + column_ * kValues;
     JOF_UNROLL
     for (int i = 0; i < kValues; ++i) {
-      values[i / kCount][i % kCount] = shared_[column * kValues + i];
-    }
-  }
-
-  __device__ __forceinline__ void Replace(const Row (&facts)[kPack]) {
-    JOF_UNROLL
-    for (int k = 0; k < kHeld; ++k) {
-      JOF_UNROLL
-      for (int i = 0; i < kPack; ++i) program_.Replace(facts[i], x_[k][i]);
-    }
-  }
-
-  __device__ __forceinline__ void Map(const Row (&facts)[kPack], int64_t j) {
-    JOF_UNROLL
-    for (int k = 0; k < kHeld; ++k) {
-      if (!Has(j, k)) continue;
-      C y[kPack][kOutputs], no_sums[1];
-      JOF_UNROLL
-      for (int i = 0; i < kPack; ++i) {
-        program_.Map(facts[i], j + k * step_, x_[k][i], no_vectors_, y[i], no_sums);
-        internal::MapNamed<1>(program_, facts[i], j + k * step_, &x_[k][i], &y[i]);
+      C total = totals[i];
+      for (int b = 1; b < plan_.cluster; ++b) {
+        total = program_.template Combine<r>(total, totals[b * size + i]);
       }
+      values[i / kCount][i % kCount] = total;
+    }
+  }
+
+  // ---- results ----
+
+  __device__ __forceinline__ void Map(const Row (&facts)[kPack], int64_t j, int count,
+                                      bool replaces) const {
+    if (kSums == 0 && !has_rows_) return;
+    const Slots slots = SlotsOf(j);
+    // With sums over rows, all threads exchange terms, so they take the same number of turns.
+    int begin = kSums > 0 ? 0 : along_;
+    const int rest = kSums > 0 ? along_ : 0, last = kSums > 0 ? kBatch : kBatch - 1;
+    for (; begin + last * step_ < count + (kSums > 0); begin += kBatch * step_) {
+      MapSteps<kBatch>(facts, slots, j, begin + rest, count, replaces);
+    }
+    for (; begin < count; begin += step_) {
+      MapSteps<1>(facts, slots, j, begin + rest, count, replaces);
+    }
+  }
+
+  // Maps kSteps elements. If one of them does not exist, kSteps is 1.
+  template <int kSteps>
+  __device__ __forceinline__ void MapSteps(const Row (&facts)[kPack], const Slots& slots, int64_t j,
+                                           int k, int count, bool replaces) const {
+    C x[kSteps][kPack][kInputs], v[kSteps][kVectors + 1], terms[kSums * kSteps + 1] = {};
+    const bool exists = has_rows_ && (kSums == 0 || k < count);
+    if (exists) {
+      LoadVectors(j, k, v);
+      Load(slots, k, x);
       JOF_UNROLL
-      for (int o = 0; o < kOutputs; ++o) {
-        Pack<T, kPack> out;
+      for (int b = 0; b < kSteps; ++b) {
+        const int64_t here = j + k + b * step_;
+        C y[kPack][kOutputs], sums[kSums + 1];
         JOF_UNROLL
-        for (int i = 0; i < kPack; ++i) out.elem[i] = Accumulator<T>::Store(y[i][o]);
-        StorePack(program_.out[o] + begin_ + (j + k * step_) * plan_.inner, out);
+        for (int i = 0; i < kPack; ++i) {
+          if (replaces) program_.Replace(facts[i], x[b][i]);
+          program_.Map(facts[i], here, x[b][i], v[b], y[i], sums);
+          internal::MapNamed<1>(program_, facts[i], here, &x[b][i], &y[i]);
+          JOF_UNROLL
+          for (int s = 0; s < kSums; ++s) terms[s * kSteps + b] += sums[s];
+        }
+        JOF_UNROLL
+        for (int o = 0; o < kOutputs; ++o) {
+          Pack<T, kPack> out;
+          JOF_UNROLL
+          for (int i = 0; i < kPack; ++i) out.elem[i] = Accumulator<T>::Store(y[i][o]);
+          StorePack(program_.out[o] + begin_ + here * plan_.inner, out);
+        }
+      }
+    }
+    if constexpr (kSums > 0) AddSums<kSteps>(terms, j, k, count);
+  }
+
+  // Adds terms of sums over rows to this team's sums. Term s * kSteps + b is of sum s and of
+  // element k + b * step_ of the part that begins at j. Lanes that have the same elements exchange
+  // halves of what they have, until each has one term. The same lane always adds to the same sums.
+  template <int kSteps>
+  __device__ __forceinline__ void AddSums(C (&terms)[kSums * kSteps + 1], int64_t j, int k,
+                                          int count) const {
+    constexpr int kTerms = kSums * kSteps;
+    const int columns = min(1 << plan_.column_bits, internal::kWarpSize);
+    const int column = column_ & (columns - 1);
+    int first = 0, held = kTerms;
+    JOF_UNROLL
+    for (int bit = 1, half = kTerms / 2; bit < internal::kWarpSize; bit *= 2, half /= 2) {
+      if (bit >= columns) continue;
+      if (half == 0) {
+        terms[0] += __shfl_xor_sync(~0u, terms[0], bit);
+        continue;
+      }
+      const bool is_upper = column & bit;
+      JOF_UNROLL
+      for (int i = 0; i < half; ++i) {
+        const C sent = is_upper ? terms[i] : terms[i + half];
+        terms[i] = (is_upper ? terms[i + half] : terms[i]) + __shfl_xor_sync(~0u, sent, bit);
+      }
+      first += is_upper ? half : 0;
+      held = half;
+    }
+    if (column >= kTerms) return;
+    JOF_UNROLL
+    for (int i = 0; i < kTerms; ++i) {
+      if (i >= held) break;
+      const int sum = (first + i) / kSteps, here = k + (first + i) % kSteps * step_;
+      if (here >= count || !program_.WantsSum(sum)) continue;
+      const bool is_second = sum > 0 && program_.WantsSum(0);
+      C* const at = sums_ + (is_second ? sum_stride_ : 0) + (j - first_) + here;
+      *at = is_first_ ? terms[i] : *at + terms[i];
+    }
+  }
+
+  // Stores the sums that are in shared memory. Each warp along the columns has its own.
+  __device__ __forceinline__ void StoreSums(int64_t team) const {
+    __syncthreads();
+    C* const part = program_.partial_sums + team * program_.wanted_sums * plan_.n + first_;
+    const C* const all = values_ + plan_.exchange;
+    for (int s = 0; s < program_.wanted_sums; ++s) {
+      for (int64_t j = Thread(); j < last_ - first_; j += plan_.threads) {
+        C sum = 0;
+        for (int w = 0; w < plan_.SumCopies(); ++w) sum += all[(w * kSums + s) * plan_.share + j];
+        part[s * plan_.n + j] = sum;
       }
     }
   }
 
   const Program& program_;
   const StridedRowsPlan& plan_;
-  C* shared_;
-  int along_, step_;  // this thread's first element of a row, and the distance to the next
-  int64_t inner_;     // position of the first row along inner
+  unsigned char* shared_;
+  uint64_t (&barriers_)[2];
+  C* values_;           // in shared memory, for reductions
+  C* sums_;             // over rows, of this block or cluster: from element first_ on
+  int64_t sum_stride_;  // from a sum to the next
+  bool is_first_;       // whether this is the first tile of this block or cluster
+  unsigned turn_ = 0;   // of exchanges in the cluster
+  int column_, along_,
+      step_;  // a thread's pack of rows, its first element, the distance to the next
+  int rank_;
+  int64_t first_, last_;  // elements of rows that this block has
+  int64_t tile_;          // where the tile begins in the arrays
+  int pitch_;             // from an element to the next of the same row, in shared memory
+  int row_elements_;      // of a tile that is not flat
+  int outers_here_;
+  int at_;  // of this thread's first row, in shared memory
   bool has_rows_;
-  int64_t first_row_;
-  int64_t begin_;  // where the first row begins in the arrays
-  C x_[kHeld][kPack][kInputs];
-  C no_vectors_[1];
+  int64_t first_row_;  // this thread's rows are first_row_, first_row_ + 1, ...
+  int64_t begin_;      // where they begin in the arrays
 };
 
 template <typename Program, int kPack>
-__global__ void __launch_bounds__(kStridedThreads, 1)
+__global__ void __launch_bounds__(kStridedThreads, kIsDouble<typename Program::Element> ? 2 : 3)
     StridedRowsKernel(const __grid_constant__ Program program,
                       const __grid_constant__ StridedRowsPlan plan) {
-  using Body = StridedRowsBody<Program, kPack>;
   extern __shared__ __align__(16) unsigned char shared[];
-  Body(program, plan, reinterpret_cast<typename Body::C*>(shared)).Run();
+  __shared__ uint64_t barriers[2];
+  StridedRowsBody<Program, kPack>(program, plan, shared, barriers).Run();
 }
 
 JOF_NAMESPACE_END

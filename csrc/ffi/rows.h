@@ -18,14 +18,17 @@
 //   jof_cross_entropy_with_vjp(x, labels, ct) -> y, stats, dx
 // dx may be aliased to x.
 //
-// Norms take x of shape (rows, n). scale and bias are of T or f32:
-//   jof_norm(x, residual (rows, n), scale (n), bias (n))
-//       -> y, sum (rows, n), stats (rows, 3) of C or absent
+// Norms take x of shape (outer, n, inner), whose rows are along n. On CPUs, inner must be 1. scale
+// and bias are of T or f32:
+//   jof_norm(x, residual (outer, n, inner), scale (n), bias (n))
+//       -> y, sum (outer, n, inner), stats (outer, inner, 3) of C or absent
 //       attributes center, epsilon
-//   jof_norm_vjp(x, stats, dy, dsum (rows, n), scale (n))
+//   jof_norm_vjp(x, stats, dy, dsum (outer, n, inner), scale (n))
 //       -> dx, dscale (n) of C, dbias (n) of C, scratch (parts, vectors, n) of C
 //       attribute center; vectors is how many of dscale and dbias are present
 #pragma once
+
+#include <type_traits>
 
 #include "ffi/decode.h"
 #include "ops/rows.h"
@@ -233,10 +236,14 @@ ffi::Error LogSumExpWithVjpHandler(typename Backend::Stream stream, ffi::AnyBuff
 
 // ---- norms ----
 
-// Sets *problem and *type from an array (rows, n).
-inline ffi::Error DecodeNorm(const char* op, ffi::AnyBuffer x, RowsProblem* problem, DType* type) {
-  if (x.dimensions().size() != 2) {
-    return InvalidArgument(op, ": x must have shape (rows, n), got ", ShapeString(x.dimensions()));
+// Sets *problem and *type from an array (outer, n, inner).
+template <typename Backend>
+ffi::Error DecodeNorm(const char* op, ffi::AnyBuffer x, RowsProblem* problem, DType* type) {
+  constexpr bool kIsCpu = std::is_same_v<typename Backend::Context, ffi::ThreadPool>;
+  const auto dims = x.dimensions();
+  if (dims.size() != 3 || (kIsCpu && dims[2] != 1)) {
+    return InvalidArgument(op, ": x must have shape (outer, n, ", kIsCpu ? "1" : "inner", "), got ",
+                           ShapeString(dims));
   }
   return DecodeRowsOf(op, x, 1, problem, type);
 }
@@ -259,22 +266,24 @@ ffi::Error NormHandler(typename Backend::Stream stream, ffi::AnyBuffer x, ffi::A
                        ffi::Result<ffi::AnyBuffer> sum, ffi::Result<ffi::AnyBuffer> stats,
                        bool center, double epsilon) {
   NormCall call{};
-  ffi::Error error = DecodeNorm(kNorm, x, &call.problem, &call.type);
+  ffi::Error error = DecodeNorm<Backend>(kNorm, x, &call.problem, &call.type);
   if (error.failure()) return error;
-  const int64_t rows = call.problem.outer, n = call.problem.n;
+  const auto [outer, n, inner] = call.problem;
+  const int64_t rows = call.problem.rows();
   const auto type = x.element_type();
   const bool has_residual = !IsAbsent(residual), has_stats = !IsAbsent(*stats);
-  const int64_t sum_rows = has_residual ? rows : 0, sum_n = has_residual ? n : 0;
-  error =
-      FirstError({RequireArray(kNorm, "residual", residual, type, {sum_rows, sum_n}),
-                  RequireArray(kNorm, "the result", *y, type, {rows, n}),
-                  RequireArray(kNorm, "sum", *sum, type, {sum_rows, sum_n}),
-                  RequireArray(kNorm, "stats", *stats, ComputeType(type),
-                               {has_stats ? rows : 0, has_stats ? 3 : 0}),
-                  DecodeRowVector(kNorm, "scale", scale, type, n, &call.scale, &call.scale_type),
-                  DecodeRowVector(kNorm, "bias", bias, type, n, &call.bias, &call.bias_type),
-                  n == 0 && rows != 0 ? InvalidArgument(kNorm, ": rows must have elements")
-                                      : ffi::Error::Success()});
+  const int64_t summed = has_residual, kept = has_stats;  // 0 or 1
+  error = FirstError(
+      {RequireArray(kNorm, "residual", residual, type,
+                    {summed * outer, summed * n, summed * inner}),
+       RequireArray(kNorm, "the result", *y, type, {outer, n, inner}),
+       RequireArray(kNorm, "sum", *sum, type, {summed * outer, summed * n, summed * inner}),
+       RequireArray(kNorm, "stats", *stats, ComputeType(type),
+                    {kept * outer, kept * inner, kept * 3}),
+       DecodeRowVector(kNorm, "scale", scale, type, n, &call.scale, &call.scale_type),
+       DecodeRowVector(kNorm, "bias", bias, type, n, &call.bias, &call.bias_type),
+       n == 0 && rows != 0 ? InvalidArgument(kNorm, ": rows must have elements")
+                           : ffi::Error::Success()});
   if (error.failure() || rows == 0) return error;
   call.center = center;
   call.epsilon = epsilon;
@@ -299,25 +308,26 @@ ffi::Error NormVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x, ffi
                           ffi::Result<ffi::AnyBuffer> dbias, ffi::Result<ffi::AnyBuffer> scratch,
                           bool center) {
   NormVjpCall call{};
-  ffi::Error error = DecodeNorm(kNormVjp, x, &call.problem, &call.type);
+  ffi::Error error = DecodeNorm<Backend>(kNormVjp, x, &call.problem, &call.type);
   if (error.failure()) return error;
-  const int64_t rows = call.problem.outer, n = call.problem.n;
+  const auto [outer, n, inner] = call.problem;
   const auto type = x.element_type(), compute_type = ComputeType(type);
   const bool has_dsum = !IsAbsent(dsum), has_dscale = !IsAbsent(*dscale);
   const bool has_dbias = !IsAbsent(*dbias);
+  const int64_t added = has_dsum;  // 0 or 1
   const auto shape = scratch->dimensions();
   const int64_t parts = shape.size() == 3 ? shape[0] : 0;
   error = FirstError(
-      {RequireArray(kNormVjp, "stats", stats, compute_type, {rows, 3}),
-       RequireArray(kNormVjp, "dy", dy, type, {rows, n}),
-       RequireArray(kNormVjp, "dsum", dsum, type, {has_dsum ? rows : 0, has_dsum ? n : 0}),
+      {RequireArray(kNormVjp, "stats", stats, compute_type, {outer, inner, 3}),
+       RequireArray(kNormVjp, "dy", dy, type, {outer, n, inner}),
+       RequireArray(kNormVjp, "dsum", dsum, type, {added * outer, added * n, added * inner}),
        DecodeRowVector(kNormVjp, "scale", scale, type, n, &call.scale, &call.scale_type),
-       RequireArray(kNormVjp, "dx", *dx, type, {rows, n}),
+       RequireArray(kNormVjp, "dx", *dx, type, {outer, n, inner}),
        RequireArray(kNormVjp, "dscale", *dscale, compute_type, {has_dscale ? n : 0}),
        RequireArray(kNormVjp, "dbias", *dbias, compute_type, {has_dbias ? n : 0}),
        RequireArray(kNormVjp, "scratch", *scratch, compute_type,
                     {parts, int64_t{has_dscale} + has_dbias, n}),
-       rows == 0 || n == 0 || parts < 1
+       x.element_count() == 0 || parts < 1
            ? InvalidArgument(kNormVjp, ": there must be rows, elements and parts of the scratch")
            : ffi::Error::Success()});
   if (error.failure()) return error;

@@ -74,9 +74,9 @@ struct LogSumExpVjpCall {
   void* dx;
 };
 
-// Rows are contiguous. The types of scale and bias are `type` or f32.
+// The types of scale and bias are `type` or f32.
 struct NormCall {
-  RowsProblem problem;  // inner is 1
+  RowsProblem problem;  // kernels for CPUs take contiguous rows: inner is 1
   DType type, scale_type, bias_type;
   bool center;  // subtract the mean
   double epsilon;
@@ -89,9 +89,10 @@ struct NormCall {
   void* stats;  // 3 per row: NormStats; null if not needed
 };
 
-// Sums over rows are added up in parts: part p has rows [p rows / parts, (p + 1) rows / parts).
+// Sums over rows are added up in parts. On CPUs, part p has rows [p rows / parts, (p + 1) rows /
+// parts). On GPUs, a part has the rows of a block or of a cluster.
 struct NormVjpCall {
-  RowsProblem problem;
+  RowsProblem problem;  // as in NormCall
   DType type, scale_type;
   bool center;
   const void* x;  // the sum with the residual, if there was one

@@ -372,19 +372,19 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
   const T* dx = gradient.CopyToHost<T>();
   scratch.CopyToHost<C>();
   std::vector<double> of_scale(n), of_bias(n), scale_terms(n), bias_terms(n);
-  for (size_t r = 0; r < rows; ++r) {
-    const size_t at = r * n;
+  ForEachRow(p, [&](int64_t, auto index) {
+    const auto at = [=](size_t j) { return index(static_cast<int64_t>(j)); };
     long double mean = 0, square = 0;
     double largest = 0, deviation = 0;
     // The mean relative to the first element, which is exact if all elements are equal.
-    const double origin = Value(normed[at]);
+    const double origin = Value(normed[at(0)]);
     for (size_t j = 0; j < n; ++j)
-      mean += (Value(normed[at + j]) - origin) / static_cast<long double>(n);
+      mean += (Value(normed[at(j)]) - origin) / static_cast<long double>(n);
     mean = center ? origin + mean : 0;
     for (size_t j = 0; j < n; ++j) {
-      const double d = Value(normed[at + j]) - mean;
+      const double d = Value(normed[at(j)]) - mean;
       square += static_cast<long double>(d) * d / n;
-      largest = std::max(largest, std::abs(Value(normed[at + j])));
+      largest = std::max(largest, std::abs(Value(normed[at(j)])));
       deviation = std::max(deviation, std::abs(d));
     }
     const double rstd = 1 / std::sqrt(double(square) + kNormEpsilon);
@@ -393,12 +393,12 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
     long double first = 0, second = 0;
     double first_terms = 0, second_terms = 0;
     for (size_t j = 0; j < n; ++j) {
-      const double normal = double(Value(normed[at + j]) - mean) * rstd;
+      const double normal = double(Value(normed[at(j)]) - mean) * rstd;
       const double s = has_vectors ? Value(scale[j]) : 1;
       const double b = call.bias != nullptr ? Value(bias[j]) : 0;
-      CheckNear<T>("norm", Value(y[at + j]), normal * s + b,
-                   (std::abs(normal) + slack) * std::abs(s) + std::abs(b), p, int64_t(at + j));
-      const double d = Value(dy[at + j]), g = d * s;
+      CheckNear<T>("norm", Value(y[at(j)]), normal * s + b,
+                   (std::abs(normal) + slack) * std::abs(s) + std::abs(b), p, int64_t(at(j)));
+      const double d = Value(dy[at(j)]), g = d * s;
       first += g / double(n);
       second += g * normal / double(n);
       first_terms += std::abs(g) / double(n);
@@ -409,16 +409,16 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
       bias_terms[j] += std::abs(d);
     }
     for (size_t j = 0; j < n; ++j) {
-      const double normal = double(Value(normed[at + j]) - mean) * rstd;
-      const double g = Value(dy[at + j]) * (has_vectors ? Value(scale[j]) : 1);
-      const double more_of_it = has_residual ? Value(dsum[at + j]) : 0;
+      const double normal = double(Value(normed[at(j)]) - mean) * rstd;
+      const double g = Value(dy[at(j)]) * (has_vectors ? Value(scale[j]) : 1);
+      const double more_of_it = has_residual ? Value(dsum[at(j)]) : 0;
       const double want = double(g - (center ? first : 0) - normal * second) * rstd + more_of_it;
       const double terms =
           (std::abs(g) + first_terms + (std::abs(normal) + slack) * second_terms) * rstd +
           std::abs(more_of_it);
-      CheckNear<T>("norm vjp", Value(dx[at + j]), want, terms, p, int64_t(at + j));
+      CheckNear<T>("norm vjp", Value(dx[at(j)]), want, terms, p, int64_t(at(j)));
     }
-  }
+  });
   const C* got_scale = dscale.CopyToHost<C>();
   const C* got_bias = dbias.CopyToHost<C>();
   for (size_t j = 0; j < n; ++j) {
@@ -762,6 +762,55 @@ int64_t TestWidePlans() {
 }
 
 // Each function once, for many elements. Returns the number of launches.
+// Tiles must cover all rows, parts must cover them, and blocks must fit a multiprocessor.
+int64_t TestStridedPlans() {
+  int64_t plans = 0, failures = 0;
+  std::mt19937 random(5);
+  const auto draw = [&](double most) {
+    const double exponent = std::uniform_real_distribution<double>(0, std::log2(most))(random);
+    return static_cast<int64_t>(std::exp2(exponent));
+  };
+  for (int i = 0; i < 20000; ++i) {
+    const int bytes = 2 << random() % 3, inputs = 1 + static_cast<int>(random() % 3);
+    const int pack = random() % 2 == 0 ? 1 : std::min(16 / bytes, 4);
+    const StridedRowsTraits traits{
+        inputs, bytes, pack, 2, std::max(bytes, 4), static_cast<int>(random() % 3)};
+    const RowsProblem p{draw(1e6), draw(random() % 20 == 0 ? 1e9 : 1e5), pack * draw(1e6)};
+    const RowsDevice device =
+        random() % 2 == 0 ? RowsDevice{132, 227 << 10, true} : RowsDevice{108, 163 << 10, false};
+    const uint64_t address = static_cast<uint64_t>(pack * bytes) * (random() % 8);
+    const StridedRowsPlan plan = PlanStridedRows(traits, p, device, address);
+    const int columns = 1 << plan.column_bits;
+    const int64_t inner_packs = p.inner / pack, row_bytes = int64_t{plan.width} * pack * bytes;
+    const bool is_covered =
+        plan.is_flat
+            ? plan.width == plan.outers * inner_packs && plan.units * plan.outers >= p.outer
+            : plan.outers == 1 && plan.tiles * plan.width >= inner_packs &&
+                  plan.units == p.outer * plan.tiles;
+    const bool is_right =
+        is_covered && plan.width >= 1 && plan.width <= columns && columns <= plan.threads &&
+        plan.threads % 32 == 0 && plan.threads <= kStridedThreads && plan.part >= 1 &&
+        plan.share * plan.cluster >= p.n &&
+        (plan.outers == 1 || (plan.cluster == 1 && plan.part == p.n)) &&
+        (plan.cluster == 1 || device.has_clusters) &&
+        plan.shared_bytes + (1 << 10) <= device.shared_bytes &&
+        plan.input_bytes >= plan.part * row_bytes + 14 &&
+        (plan.SumCopies() == 1 || traits.sums == 0 || plan.holds_sums) &&
+        (plan.is_flat || (row_bytes % plan.copy_bytes == 0 && address % plan.copy_bytes == 0 &&
+                          p.inner * bytes % plan.copy_bytes == 0));
+    ++plans;
+    if (is_right || ++failures > 4) continue;
+    std::fprintf(stderr,
+                 "plan of (%ld, %ld, %ld), %d inputs of %d bytes, packs of %d, %d sums: width %d, "
+                 "outers %d, cluster %d, share %ld, part %d, %d bytes\n",
+                 long(p.outer), long(p.n), long(p.inner), inputs, bytes, pack, traits.sums,
+                 plan.width, plan.outers, plan.cluster, long(plan.share), plan.part,
+                 plan.shared_bytes);
+  }
+  std::printf("%ld plans of strided rows\n", long(plans));
+  return failures;
+}
+
 template <typename T>
 int64_t TestOnce(const RowsProblem& p) {
   TestSoftmax<T>(p, false, 0, 0);
@@ -791,16 +840,29 @@ int main(int argc, char** argv) {
   if (wanted("plans")) {
     failures +=
         TestWidePlans() + TestGroupTilePlans<Half, 8, 1>() + TestGroupTilePlans<Half, 4, 2>();
+    failures += TestStridedPlans();
     failures += TestGroupTilePlans<float, 4, 2>() + TestGroupTilePlans<double, 1, 1>();
   }
   // Rows whose elements are strided.
-  const std::vector<RowsProblem> strided = {{3, 5, 7},   {2, 33, 64},  {1, 1000, 24},
-                                            {40, 12, 2}, {2, 300, 40}, {1, 3000, 16},
-                                            {5, 1, 9},   {1, 64, 515}};
+  std::vector<RowsProblem> strided = {{3, 5, 7},    {2, 33, 64},   {1, 1000, 24}, {40, 12, 2},
+                                      {2, 300, 40}, {1, 3000, 16}, {5, 1, 9},     {1, 64, 515},
+                                      {900, 3, 4},  {4, 768, 49},  {2, 768, 196}};
+  if (!brief) {
+    // Rows that a cluster holds, and rows that are too long for one; more tiles than blocks.
+    strided.insert(strided.end(), {{1, 20000, 32},
+                                   {1, 60000, 9},
+                                   {1, 130000, 4},
+                                   {1, 21, 30000},
+                                   {300, 77, 34},
+                                   {2, 4, 20001},
+                                   {4, 40, 3136}});
+  }
   for (const RowsProblem& p : strided) {
     if (!wanted("strided")) break;
     launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 6);
     launches += TestType<float>(p, 4) + TestType<double>(p, 8);
+    launches += TestNorms<Half>(p, 8) + TestNorms<BFloat16>(p, 6);
+    launches += TestNorms<float>(p, 4) + TestNorms<double>(p, 8);
   }
   if (wanted("group_norm")) {
     launches += TestGroupNorms<Half>(brief) + TestGroupNorms<BFloat16>(brief);
