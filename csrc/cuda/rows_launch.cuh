@@ -826,7 +826,8 @@ inline StridedRowsPlan PlanStridedRows(const StridedRowsTraits& traits, const Ro
   int64_t width = std::min(std::max<int64_t>(kLine / pack_bytes, 1), most_width), outers = 0;
   while (2 * width <= most_width && bytes(2 * width) <= kLeastBytes) width *= 2;
   const auto is_wide = [&] {
-    return width * pack_bytes > (bytes(width) <= kLeastBytes ? kSector : 2 * kSector);
+    return width * pack_bytes >
+           (bytes(width) <= most_bytes * traits.inputs ? kSector : 2 * kSector);
   };
   while (is_wide() && outer * tiles(width) < processors) width /= 2;
   while (packs > width && is_wide() && 4 * tiles(width) * width > 5 * packs) width /= 2;
@@ -846,15 +847,15 @@ inline StridedRowsPlan PlanStridedRows(const StridedRowsTraits& traits, const Ro
   int64_t cluster = 1;
   while (outers <= 1 && cluster < most_cluster &&
          (bytes(width) > cluster * most_bytes ||
-          (units * cluster < processors && bytes(width) > cluster * (8 << 10)))) {
+          (2 * units * cluster <= processors && bytes(width) > cluster * (8 << 10)))) {
     cluster *= 2;
   }
-  // A thread has about 256 bytes, or less if there are few threads. If rows are short, it has all
-  // of its rows.
+  // A thread has about 256 bytes, or less if there are few blocks. If there are many and rows are
+  // short, it has whole rows.
   const int64_t blocks = units * cluster, block_packs = (n * width + cluster - 1) / cluster;
-  const int64_t least_packs = blocks <= processors ? 2 : 8;
+  const int64_t least_packs = blocks <= processors ? 2 : blocks <= 2 * processors ? 4 : 8;
   int threads = 2 * internal::kWarpSize;
-  if (n > 32 || blocks <= processors) {
+  if (n > 32 || blocks <= 2 * processors) {
     while (threads < kStridedThreads && (256 * threads < block_packs * all_bytes ||
                                          (2 * threads * least_packs <= block_packs &&
                                           2 * threads * blocks <= 512 * processors))) {
