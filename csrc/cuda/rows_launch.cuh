@@ -744,15 +744,71 @@ cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& prob
   return LaunchLongRows(program, problem, device, stream);
 }
 
-// The largest of 16, 8, 4 and 2 that divides a number.
-inline int CopyBytesOf(uint64_t bytes) {
-  int divisor = kPackBytes;
-  while (bytes % static_cast<uint64_t>(divisor) != 0) divisor /= 2;
-  return divisor;
-}
-
 // The most shared memory that sums over rows may take.
 inline constexpr int64_t kMostSumBytes = 16 << 10;
+
+inline bool IsDirect(const StridedRowsTraits& traits, int64_t n) {
+  return n <= 12 || !traits.has_reductions || traits.element_bytes == 8;
+}
+
+// Sets what a plan has in shared memory apart from elements.
+inline void SetStridedValues(const StridedRowsTraits& traits, StridedRowsPlan* plan) {
+  const int columns = 1 << plan->column_bits;
+  plan->values = columns * traits.pack * traits.values;
+  const int groups = plan->threads / std::max(columns, internal::kWarpSize);
+  const bool is_cluster = !plan->is_direct && plan->cluster > 1;
+  plan->exchange = (groups + (is_cluster ? 2 * plan->cluster : 0)) * plan->values;
+  const int64_t sums = plan->share * traits.sums * plan->SumCopies();
+  plan->holds_sums = sums * traits.value_bytes <= kMostSumBytes;
+  const int64_t values = plan->exchange + (plan->holds_sums ? sums : 0);
+  plan->shared_bytes =
+      traits.inputs * plan->input_bytes + static_cast<int>(values) * traits.value_bytes;
+}
+
+// Plans StridedRowsKernel for threads that read global memory: for rows that are so short that they
+// stay in the L1 cache between passes, programs without reductions, and float64.
+inline StridedRowsPlan PlanDirectRows(const StridedRowsTraits& traits, const RowsProblem& problem,
+                                      const RowsDevice& device) {
+  StridedRowsPlan plan{};
+  plan.is_direct = true;
+  plan.outer = problem.outer;
+  plan.n = problem.n;
+  plan.inner = problem.inner;
+  plan.outers = plan.cluster = 1;
+  const int64_t packs = problem.outer * (problem.inner / traits.pack), n = problem.n;
+  const int64_t wanted = 128 * int64_t{device.multiprocessors};  // threads
+  // Threads share a row if it is long, or if there are few rows.
+  int along = 1;
+  plan.threads = 128;
+  if (!traits.has_reductions) {
+    along = plan.threads;
+    const int64_t columns = std::min<int64_t>(problem.inner / traits.pack, internal::kWarpSize);
+    while (plan.threads / along < columns) along /= 2;
+  } else {
+    while (along < plan.threads / 4 &&
+           (n > 16 * along || (n >= 8 * along && packs * along < wanted))) {
+      along *= 2;
+    }
+    while (plan.threads > internal::kWarpSize && packs * along < wanted / 128 * plan.threads) {
+      plan.threads /= 2;
+    }
+    while (along < plan.threads && plan.threads / along >= 2 * packs) along *= 2;
+  }
+  while (along << plan.column_bits < plan.threads) ++plan.column_bits;
+  plan.width = 1 << plan.column_bits;
+  plan.tiles = 1;
+  plan.units = (packs + plan.width - 1) / plan.width;
+  if (!traits.has_reductions) {  // blocks may share rows
+    const int64_t most = (n + 8 * along - 1) / (8 * along);
+    const int64_t blocks = 8 * int64_t{device.multiprocessors};
+    plan.cluster = static_cast<int>(
+        std::max<int64_t>(std::min(most, (blocks + plan.units - 1) / plan.units), 1));
+  }
+  plan.share = (n + plan.cluster - 1) / plan.cluster;
+  plan.part = static_cast<int>(std::min(plan.share, int64_t{1} << 30));
+  SetStridedValues(traits, &plan);
+  return plan;
+}
 
 // Plans StridedRowsKernel for tiles of `width` packs of rows, of `outers` values of outer if they
 // have all of inner and 0 otherwise. `addresses` are those of the inputs, combined by or.
@@ -763,11 +819,22 @@ inline StridedRowsPlan StridedRowsPlanOf(const StridedRowsTraits& traits,
   // Rows that do not fit otherwise may take all of a multiprocessor's shared memory.
   const int64_t most = device.shared_bytes - (16 << 10) - (traits.sums > 0 ? kMostSumBytes : 0);
   const int64_t row_bytes = width * traits.pack * traits.element_bytes;
+  const int64_t inner_bytes = problem.inner * traits.element_bytes;
   StridedRowsPlan plan{};
   plan.outer = problem.outer;
   plan.n = problem.n;
   plan.inner = problem.inner;
   plan.is_flat = outers > 0;
+  // Copies of 16 bytes do not overlap if rows have a gap, unless all begin and end at multiples of
+  // 16 bytes. The pitch keeps offsets from these.
+  const uint64_t places = addresses | static_cast<uint64_t>(inner_bytes | row_bytes);
+  plan.copy_bytes = places % kPackBytes != 0 && places % 8 == 0 ? 8 : kPackBytes;
+  int64_t pitch_bytes = plan.is_flat ? inner_bytes : row_bytes;
+  if (!plan.is_flat && places % 8 != 0) {
+    pitch_bytes += kPackBytes - traits.element_bytes;
+    pitch_bytes += ((inner_bytes - pitch_bytes) % kPackBytes + kPackBytes) % kPackBytes;
+  }
+  plan.pitch = static_cast<int>(pitch_bytes / traits.element_bytes);
   plan.outers = static_cast<int>(std::max<int64_t>(outers, 1));
   plan.width = static_cast<int>(width);
   plan.tiles = plan.is_flat ? 1 : (problem.inner / traits.pack + width - 1) / width;
@@ -775,28 +842,18 @@ inline StridedRowsPlan StridedRowsPlanOf(const StridedRowsTraits& traits,
   plan.cluster = cluster;
   plan.share = (problem.n + cluster - 1) / cluster;
   // Of longer rows, half of it, so that one block copies while another computes.
-  const int64_t each = row_bytes * traits.inputs;
+  const int64_t each = pitch_bytes * std::max<int64_t>(outers, 1) * traits.inputs;
   const int64_t part = plan.share * each <= most ? plan.share : most / 2 / each;
   plan.part = static_cast<int>(std::max<int64_t>(part, 1));
   while (1 << plan.column_bits < width) ++plan.column_bits;
   const int columns = 1 << plan.column_bits;
   plan.threads = std::max({columns, internal::kWarpSize, threads});
-  plan.copy_bytes =
-      CopyBytesOf(addresses | static_cast<uint64_t>(problem.inner * traits.element_bytes) |
-                  static_cast<uint64_t>(row_bytes));
   while (1 << plan.copy_bits < plan.threads && plan.copy_bytes << plan.copy_bits < row_bytes) {
     ++plan.copy_bits;
   }
-  const int64_t data = plan.part * row_bytes + kPackBytes;
+  const int64_t data = plan.part * pitch_bytes * plan.outers + 2 * kPackBytes;
   plan.input_bytes = static_cast<int>((data + kPackBytes - 1) / kPackBytes * kPackBytes);
-  plan.values = columns * traits.pack * traits.values;
-  const int groups = plan.threads / std::max(columns, internal::kWarpSize);
-  plan.exchange = (groups + (cluster > 1 ? 2 * cluster : 0)) * plan.values;
-  const int64_t sums = plan.share * traits.sums * plan.SumCopies();
-  plan.holds_sums = sums * traits.value_bytes <= kMostSumBytes;
-  const int64_t values = plan.exchange + (plan.holds_sums ? sums : 0);
-  plan.shared_bytes =
-      traits.inputs * plan.input_bytes + static_cast<int>(values) * traits.value_bytes;
+  SetStridedValues(traits, &plan);
   return plan;
 }
 
@@ -805,6 +862,7 @@ inline StridedRowsPlan StridedRowsPlanOf(const StridedRowsTraits& traits,
 inline StridedRowsPlan PlanStridedRows(const StridedRowsTraits& traits, const RowsProblem& problem,
                                        const RowsDevice& device, uint64_t addresses) {
   constexpr int kMostCluster = 8, kLine = 128, kSector = 32;
+  if (IsDirect(traits, problem.n)) return PlanDirectRows(traits, problem, device);
   constexpr int64_t kLeastBytes = 24 << 10;  // of a block, if there are enough rows
   const int64_t pack_bytes = int64_t{traits.pack} * traits.element_bytes;
   const int64_t all_bytes = pack_bytes * traits.inputs;
@@ -830,8 +888,11 @@ inline StridedRowsPlan PlanStridedRows(const StridedRowsTraits& traits, const Ro
            (bytes(width) <= most_bytes * traits.inputs ? kSector : 2 * kSector);
   };
   while (is_wide() && outer * tiles(width) < processors) width /= 2;
-  while (packs > width && is_wide() && 4 * tiles(width) * width > 5 * packs) width /= 2;
-  const bool is_odd = packs * pack_bytes % 4 != 0;
+  while (packs > width && width * pack_bytes > 2 * kSector &&
+         4 * tiles(width) * width > 5 * packs) {
+    width /= 2;
+  }
+  const bool is_odd = packs * pack_bytes % 4 != 0;  // a copy has elements of other tiles
   if (packs <= width) {
     while (2 * outers * packs <= most_width && 2 * outers * bytes(packs) <= kLeastBytes &&
            outer >= 16 * processors * outers) {
@@ -882,13 +943,15 @@ cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem
   for (int a = 0; a < Program::kInputs; ++a) {
     addresses |= reinterpret_cast<uintptr_t>(program.in[a]);
   }
-  const auto launch = [&](auto pack) {
+  const auto launch = [&](auto pack, auto direct) {
     constexpr int kRows = decltype(pack)::value;
-    using Body = StridedRowsBody<Program, kRows>;
-    const auto kernel = StridedRowsKernel<Program, kRows>;
-    StridedRowsPlan plan = PlanStridedRows(Body::kTraits, problem, device, addresses);
+    constexpr bool kIsDirect = decltype(direct)::value;
+    const auto kernel = StridedRowsKernel<Program, kRows, kIsDirect>;
+    StridedRowsPlan plan = PlanStridedRows(StridedRowsBody<Program, kRows, kIsDirect>::kTraits,
+                                           problem, device, addresses);
+    const int cluster = kIsDirect ? 1 : plan.cluster;
     int units = 0;
-    status = CountUnits(reinterpret_cast<const void*>(kernel), plan.threads, plan.cluster,
+    status = CountUnits(reinterpret_cast<const void*>(kernel), plan.threads, cluster,
                         plan.shared_bytes, device, &units);
     if (status != cudaSuccess) return status;
     plan.teams = std::min(plan.units, int64_t{1} << 27);
@@ -897,13 +960,20 @@ cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem
       *parts = plan.teams;
     }
     cudaLaunchAttribute attribute{};
-    const cudaLaunchConfig_t config =
-        ClusterConfig(plan.teams * plan.cluster, plan.threads, plan.cluster, plan.shared_bytes,
-                      &attribute, stream);
+    const cudaLaunchConfig_t config = ClusterConfig(plan.teams * plan.cluster, plan.threads,
+                                                    cluster, plan.shared_bytes, &attribute, stream);
     return cudaLaunchKernelEx(&config, kernel, program, plan);
   };
-  return is_packed ? launch(std::integral_constant<int, kPack>())
-                   : launch(std::integral_constant<int, 1>());
+  const auto launch_packs = [&](auto direct) {
+    return is_packed ? launch(std::integral_constant<int, kPack>(), direct)
+                     : launch(std::integral_constant<int, 1>(), direct);
+  };
+  if constexpr (Program::kReductions > 0 && !kIsDouble<T>) {
+    if (!IsDirect(StridedRowsBody<Program, 1, false>::kTraits, problem.n)) {
+      return launch_packs(std::false_type());
+    }
+  }
+  return launch_packs(std::true_type());
 }
 
 template <typename Program>

@@ -6,9 +6,11 @@
 // thread has a pack of neighbouring rows, and shares their elements round-robin with other threads.
 // Also handles rows of 2^30 elements and more.
 //
-// The tile of rows with few values of inner consists of all rows of one or several values of outer,
-// so it is contiguous in memory, and copied in 16 bytes wherever it begins. Otherwise it is as wide
-// as fits.
+// A tile of rows with few values of inner consists of all rows of one or several values of outer,
+// so it is contiguous in memory. Otherwise it is as wide as fits, but at least 32 bytes.
+//
+// Threads read rows of up to 12 elements from global memory in each pass; they stay in the L1
+// cache. So do programs without reductions, and float64, for which there is no other kernel.
 //
 // Handles the programs of rows.cuh.
 #pragma once
@@ -24,6 +26,7 @@ struct StridedRowsTraits {
   int values;       // that are reduced at a time, for each row
   int value_bytes;  // of each
   int sums;         // over rows
+  bool has_reductions;
 };
 
 struct StridedRowsPlan {
@@ -32,14 +35,16 @@ struct StridedRowsPlan {
   int64_t units;    // all tiles
   int64_t teams;    // blocks, or clusters of blocks; each has every teams-th tile
   int outers;       // values of outer that a tile has; more than one only if is_flat
+  bool is_direct;   // whether threads read elements from global memory
   bool is_flat;     // whether a tile has all of inner
   int width;        // packs of neighbouring rows in a tile
   int column_bits;  // 2^column_bits threads are along them: the next power of two
   int threads;      // of a block: a multiple of the columns, and of a warp
-  int cluster;      // blocks that share the rows of a tile
+  int cluster;      // blocks that share the rows of a tile; not a cluster if is_direct
   int64_t share;    // elements of each row that a block has
   int part;         // elements of each row that it has in shared memory at a time
-  int copy_bytes;   // of one copy to shared memory
+  int pitch;        // from an element of a row to the next, in shared memory
+  int copy_bytes;   // of one copy of a row of the tile: 8 or 16
   int copy_bits;    // 2^copy_bits threads copy a row of the tile
   int input_bytes;  // of shared memory, for each input
   int values;       // of all columns that are reduced at a time
@@ -53,7 +58,7 @@ struct StridedRowsPlan {
 inline constexpr int kStridedThreads = 256;
 
 // Each thread has kPack neighbouring rows.
-template <typename Program, int kPack>
+template <typename Program, int kPack, bool kIsDirect>
 class StridedRowsBody {
  public:
   using T = typename Program::Element;
@@ -62,7 +67,8 @@ class StridedRowsBody {
   static constexpr int kVectors = Program::kVectors, kSums = Program::kColumnSums;
   static constexpr int kReductions = Program::kReductions;
   static constexpr StridedRowsTraits kTraits{kInputs,          static_cast<int>(sizeof(T)), kPack,
-                                             Program::kValues, static_cast<int>(sizeof(C)), kSums};
+                                             Program::kValues, static_cast<int>(sizeof(C)), kSums,
+                                             kReductions > 0};
 
   __device__ __forceinline__ StridedRowsBody(const Program& program, const StridedRowsPlan& plan,
                                              unsigned char* shared, uint64_t (&barriers)[2])
@@ -70,33 +76,36 @@ class StridedRowsBody {
     column_ = threadIdx.x & ((1 << plan.column_bits) - 1);
     along_ = threadIdx.x >> plan.column_bits;
     step_ = plan.threads >> plan.column_bits;
-    rank_ = plan.cluster > 1 ? internal::ClusterRank() : 0;
+    if constexpr (kIsDirect) {
+      team_ = blockIdx.x / plan.cluster;
+      rank_ = static_cast<int>(blockIdx.x - team_ * plan.cluster);
+    } else {
+      team_ = plan.cluster > 1 ? internal::ClusterId() : blockIdx.x;
+      rank_ = plan.cluster > 1 ? static_cast<int>(internal::ClusterRank()) : 0;
+    }
     first_ = rank_ * plan.share;
     last_ = min(first_ + plan.share, plan.n);
     values_ = reinterpret_cast<C*>(shared + kInputs * plan.input_bytes);
   }
 
   __device__ __forceinline__ void Run() {
-    const bool is_cluster = plan_.cluster > 1;
-    const int64_t team = is_cluster ? internal::ClusterId() : blockIdx.x;
-    if (is_cluster) {
+    if (IsCluster()) {
       internal::InitBarriers(barriers_);
       internal::ArriveAtCluster();
     }
     if constexpr (kSums > 0) {
-      C* const part = program_.partial_sums + team * program_.wanted_sums * plan_.n + first_;
       const int64_t own = int64_t{column_ / internal::kWarpSize} * kSums * plan_.share;
-      sums_ = plan_.holds_sums ? values_ + plan_.exchange + own : part;
+      sums_ = plan_.holds_sums ? values_ + plan_.exchange + own : Part();
       sum_stride_ = plan_.holds_sums ? plan_.share : plan_.n;
     }
     is_first_ = true;
-    for (int64_t unit = team; unit < plan_.units; unit += plan_.teams) {
+    for (int64_t unit = team_; unit < plan_.units; unit += plan_.teams) {
       Begin(unit);
       RunTile();
       is_first_ = false;
     }
     if constexpr (kSums > 0) {
-      if (plan_.holds_sums) StoreSums(team);
+      if (plan_.holds_sums) StoreSums();
     }
   }
 
@@ -105,48 +114,61 @@ class StridedRowsBody {
   // Elements of a row that a thread loads at a time.
   static constexpr int kBatch = kPack * kInputs > 4 ? 2 : 4;
   // Whether the values by which the last reduction replaces elements are kept in shared memory.
-  static constexpr bool kKeeps = Program::kReplaces && sizeof(C) == sizeof(T) && kReductions > 0;
+  static constexpr bool kKeeps =
+      !kIsDirect && Program::kReplaces && sizeof(C) == sizeof(T) && kReductions > 0;
+
+  __device__ __forceinline__ bool IsCluster() const { return !kIsDirect && plan_.cluster > 1; }
+  // This team's part of the sums over rows, from element first_ on.
+  __device__ __forceinline__ C* Part() const {
+    return program_.partial_sums + team_ * program_.wanted_sums * plan_.n + first_;
+  }
 
   // Sets what depends on the tile.
   __device__ __forceinline__ void Begin(int64_t unit) {
-    const int inner_packs = static_cast<int>(min(plan_.inner / kPack, int64_t{1} << 30));
+    if constexpr (kIsDirect) {
+      const int64_t packs = plan_.inner / kPack, pack = unit * plan_.width + column_;
+      const int64_t o = pack / packs;
+      has_rows_ = o < plan_.outer;
+      SetRows(o, (pack - o * packs) * kPack);
+      return;
+    }
+    pitch_ = plan_.pitch;
     int64_t o = unit, i = 0;
     int local = 0;  // the value of outer within the tile
     if (plan_.is_flat) {
+      const int packs = static_cast<int>(plan_.inner) / kPack;
       o *= plan_.outers;
-      local = plan_.outers > 1 ? column_ / inner_packs : 0;
-      i = int64_t{column_ - local * inner_packs} * kPack;
-      pitch_ = static_cast<int>(plan_.inner);
+      local = plan_.outers > 1 ? column_ / packs : 0;
+      i = int64_t{column_ - local * packs} * kPack;
       outers_here_ = static_cast<int>(min(int64_t{plan_.outers}, plan_.outer - o));
       has_rows_ = column_ < plan_.width && local < outers_here_;
       tile_ = o * plan_.n * plan_.inner;
       at_ = has_rows_ ? local * static_cast<int>(plan_.n) * pitch_ + static_cast<int>(i) : 0;
     } else {
       o = unit / plan_.tiles;
-      pitch_ = plan_.width * kPack;
-      const int64_t begin = (unit - o * plan_.tiles) * pitch_;
+      const int64_t begin = (unit - o * plan_.tiles) * plan_.width * kPack;
       i = begin + column_ * kPack;
       has_rows_ = column_ < plan_.width && i < plan_.inner;
-      row_elements_ = static_cast<int>(min(int64_t{pitch_}, plan_.inner - begin));
+      row_elements_ = static_cast<int>(min(int64_t{plan_.width} * kPack, plan_.inner - begin));
       tile_ = o * plan_.n * plan_.inner + begin;
       at_ = has_rows_ ? column_ * kPack : 0;
     }
-    first_row_ = (o + local) * plan_.inner + i;
-    begin_ = (o + local) * plan_.n * plan_.inner + i;
+    SetRows(o + local, i);
+  }
+  __device__ __forceinline__ void SetRows(int64_t o, int64_t i) {
+    first_row_ = o * plan_.inner + i;
+    begin_ = o * plan_.n * plan_.inner + i;
   }
 
   __device__ __forceinline__ static int Thread() { return static_cast<int>(threadIdx.x); }
 
   // ---- copies to shared memory ----
+  //
+  // Elements are at the same offset from 16 bytes as in global memory, so that all copies have 16
+  // bytes. Copies may have elements of other tiles at their ends; the rows of a tile are so far
+  // apart in shared memory that copies do not overlap.
 
-  // Where the elements of an input are. Those of a flat tile are at the same offset within 16 bytes
-  // as in global memory.
-  __device__ __forceinline__ T* Tile(int a, int64_t j) const {
-    unsigned char* const tile = shared_ + a * plan_.input_bytes;
-    if (!plan_.is_flat) return reinterpret_cast<T*>(tile);
-    return reinterpret_cast<T*>(tile + OffsetOf(program_.in[a] + tile_ + j * plan_.inner));
-  }
-  __device__ __forceinline__ static int OffsetOf(const T* source) {
+  __device__ __forceinline__ static int OffsetOf(const void* source) {
     return static_cast<int>(reinterpret_cast<uintptr_t>(source) % kPackBytes);
   }
 
@@ -156,69 +178,39 @@ class StridedRowsBody {
     for (int a = 0; a < kInputs; ++a) {
       const T* const source = program_.in[a] + tile_ + j * plan_.inner;
       unsigned char* const target = shared_ + a * plan_.input_bytes;
+      const auto* const from = reinterpret_cast<const unsigned char*>(source);
       if (plan_.is_flat) {
         const int offset = OffsetOf(source);
-        const auto* const from = reinterpret_cast<const unsigned char*>(source) - offset;
         const int elements = count * static_cast<int>(plan_.inner) * outers_here_;
         const int bytes = offset + elements * static_cast<int>(sizeof(T));
         for (int b = Thread() * kPackBytes; b < bytes; b += plan_.threads * kPackBytes) {
-          internal::CopyAsync<kPackBytes>(target + b, from + b);
+          internal::CopyAsync<kPackBytes>(target + b, from - offset + b);
         }
+      } else if (plan_.copy_bytes == 8) {
+        CopyRows<8>(target, from, count);
       } else {
-        CopyRows(target, source, count);
+        CopyRows<16>(target, from, count);
       }
     }
     internal::CommitCopies();
   }
 
-  __device__ __forceinline__ void CopyRows(unsigned char* target, const T* source,
-                                           int count) const {
-    const int words = row_elements_ * static_cast<int>(sizeof(T)) / plan_.copy_bytes;
-    for (int w = Thread() & ((1 << plan_.copy_bits) - 1); w < words; w += 1 << plan_.copy_bits) {
-      const int byte = w * plan_.copy_bytes;
-      const auto* const from = reinterpret_cast<const unsigned char*>(source) + byte;
-      switch (plan_.copy_bytes) {
-        case 16:
-          CopyColumn<16>(target + byte, from, count);
-          break;
-        case 8:
-          CopyColumn<8>(target + byte, from, count);
-          break;
-        case 4:
-          CopyColumn<4>(target + byte, from, count);
-          break;
-        default:
-          CopyColumn<2>(target + byte, from, count);
-      }
-    }
-  }
-
-  // Copies a word of each row of the tile.
   template <int kBytes>
-  __device__ __forceinline__ void CopyColumn(unsigned char* to, const unsigned char* from,
-                                             int count) const {
+  __device__ __forceinline__ void CopyRows(unsigned char* to, const unsigned char* from,
+                                           int count) const {
     const int begin = Thread() >> plan_.copy_bits, step = plan_.threads >> plan_.copy_bits;
-    const int row_bytes = pitch_ * static_cast<int>(sizeof(T));
+    const int bytes = row_elements_ * static_cast<int>(sizeof(T));
+    const int pitch_bytes = pitch_ * static_cast<int>(sizeof(T));
+    const int gap = pitch_ > plan_.width * kPack ? kBytes - static_cast<int>(sizeof(T)) : 0;
     const int64_t stride = plan_.inner * static_cast<int64_t>(sizeof(T));
-    if constexpr (kBytes > 2) {
+    const int lane_bytes = (Thread() & ((1 << plan_.copy_bits) - 1)) * kBytes;
+    to += OffsetOf(from);
+    for (int b = lane_bytes; b < bytes + gap; b += kBytes << plan_.copy_bits) {
 #pragma unroll 4
       for (int k = begin; k < count; k += step) {
-        internal::CopyAsync<kBytes>(to + k * row_bytes, from + k * stride);
-      }
-    } else {  // too few bytes for an asynchronous copy
-      constexpr int kLoads = 8;
-      for (int k = begin; k < count; k += kLoads * step) {
-        uint16_t loaded[kLoads];
-        JOF_UNROLL
-        for (int i = 0; i < kLoads; ++i) {
-          const int64_t at = min(k + i * step, count - 1) * stride;
-          loaded[i] = *reinterpret_cast<const uint16_t*>(from + at);
-        }
-        JOF_UNROLL
-        for (int i = 0; i < kLoads; ++i) {
-          if (k + i * step >= count) break;
-          *reinterpret_cast<uint16_t*>(to + (k + i * step) * row_bytes) = loaded[i];
-        }
+        const unsigned char* const row = from + k * stride;
+        const int at = b - OffsetOf(row) % kBytes;
+        internal::CopyAsync<kBytes>(to + k * pitch_bytes + at, row + at, at < bytes);
       }
     }
   }
@@ -229,7 +221,7 @@ class StridedRowsBody {
   // memory is copied once, otherwise in parts in each pass.
   __device__ __forceinline__ void RunTile() {
     constexpr int kPasses = kReductions + (kOutputs > 0);
-    const bool is_held = plan_.share <= plan_.part;
+    const bool is_held = !kIsDirect && plan_.share <= plan_.part;
     Row facts[kPack]{};
     C values[kPack][Program::kValues];
 #pragma unroll 1
@@ -239,17 +231,19 @@ class StridedRowsBody {
       });
       for (int64_t j = first_; j == first_ || j < last_; j += plan_.part) {
         const int count = static_cast<int>(max(min(int64_t{plan_.part}, last_ - j), int64_t{0}));
-        const bool copies = pass == 0 || !is_held;
-        if (copies) {
-          __syncthreads();  // others may still read what was there
-          Copy(j, count);
+        const bool copies = !kIsDirect && (pass == 0 || !is_held);
+        if constexpr (!kIsDirect) {
+          if (copies) {
+            __syncthreads();  // others may still read what was there
+            Copy(j, count);
+          }
         }
         if (pass == 0 && j == first_) {
           if (has_rows_) {
             JOF_UNROLL
             for (int i = 0; i < kPack; ++i) facts[i] = program_.Begin(first_row_ + i);
           }
-          if (plan_.cluster > 1 && is_first_) internal::WaitForCluster();
+          if (IsCluster() && is_first_) internal::WaitForCluster();
         }
         if (copies) {
           internal::WaitForCopies(0);
@@ -271,27 +265,47 @@ class StridedRowsBody {
     for (int i = 0; i < kPack; ++i) program_.End(first_row_ + i, facts[i]);
   }
 
-  // This thread's elements of a part that begins at j. Input a of element k is at slots[a] + k *
-  // pitch_.
+  // This thread's elements of a part that begins at j, in shared or in global memory.
   struct Slots {
     T* of[kInputs];
   };
   __device__ __forceinline__ Slots SlotsOf(int64_t j) const {
     Slots slots;
     JOF_UNROLL
-    for (int a = 0; a < kInputs; ++a) slots.of[a] = Tile(a, j) + at_;
+    for (int a = 0; a < kInputs; ++a) {
+      if constexpr (kIsDirect) {
+        slots.of[a] = const_cast<T*>(program_.in[a]) + (has_rows_ ? begin_ + j * plan_.inner : 0);
+      } else {
+        const int offset = OffsetOf(program_.in[a] + tile_ + j * plan_.inner);
+        slots.of[a] = reinterpret_cast<T*>(shared_ + a * plan_.input_bytes + offset) + at_;
+      }
+    }
     return slots;
+  }
+  __device__ __forceinline__ T* SlotOf(const Slots& slots, int a, int k) const {
+    if constexpr (kIsDirect) return slots.of[a] + k * plan_.inner;
+    return slots.of[a] + k * pitch_;
   }
   // Loads kSteps elements of this thread, k, k + step_, ..., before any of them is used.
   template <int kSteps>
   __device__ __forceinline__ void Load(const Slots& slots, int k,
                                        C (&x)[kSteps][kPack][kInputs]) const {
+    Pack<T, kPack> loaded[kSteps][kInputs];
+    JOF_UNROLL
+    for (int b = 0; b < kSteps; ++b) {
+      JOF_UNROLL
+      for (int a = 0; a < kInputs; ++a) {
+        const T* const slot = SlotOf(slots, a, k + b * step_);
+        // Not through the read-only cache: the result may be written to the same array.
+        loaded[b][a] = *reinterpret_cast<const Pack<T, kPack>*>(slot);
+      }
+    }
     JOF_UNROLL
     for (int b = 0; b < kSteps; ++b) {
       JOF_UNROLL
       for (int a = 0; a < kInputs; ++a) {
         C of_input[kPack];
-        internal::LoadShared<T>(slots.of[a] + (k + b * step_) * pitch_, of_input);
+        internal::LoadShared<T>(&loaded[b][a], of_input);
         JOF_UNROLL
         for (int i = 0; i < kPack; ++i) x[b][i][a] = of_input[i];
       }
@@ -390,7 +404,7 @@ class StridedRowsBody {
         Pack<T, kPack> kept;
         JOF_UNROLL
         for (int i = 0; i < kPack; ++i) kept.elem[i] = x[b][i][0];
-        *reinterpret_cast<Pack<T, kPack>*>(slots.of[0] + (k + b * step_) * pitch_) = kept;
+        *reinterpret_cast<Pack<T, kPack>*>(SlotOf(slots, 0, k + b * step_)) = kept;
       }
     }
   }
@@ -418,7 +432,7 @@ class StridedRowsBody {
   __device__ __forceinline__ void CombineThreads(C (&values)[kPack][kCount]) {
     constexpr int kWarp = internal::kWarpSize, kValues = kPack * kCount;
     const int columns = 1 << plan_.column_bits, threads = plan_.threads;
-    const bool is_cluster = plan_.cluster > 1;
+    const bool is_cluster = IsCluster();
     for (int by = kWarp / 2; by >= columns; by /= 2) {
       JOF_UNROLL
       for (int i = 0; i < kValues; ++i) {
@@ -563,9 +577,9 @@ class StridedRowsBody {
   }
 
   // Stores the sums that are in shared memory. Each warp along the columns has its own.
-  __device__ __forceinline__ void StoreSums(int64_t team) const {
+  __device__ __forceinline__ void StoreSums() const {
     __syncthreads();
-    C* const part = program_.partial_sums + team * program_.wanted_sums * plan_.n + first_;
+    C* const part = Part();
     const C* const all = values_ + plan_.exchange;
     for (int s = 0; s < program_.wanted_sums; ++s) {
       for (int64_t j = Thread(); j < last_ - first_; j += plan_.threads) {
@@ -587,7 +601,8 @@ class StridedRowsBody {
   unsigned turn_ = 0;   // of exchanges in the cluster
   int column_, along_,
       step_;  // a thread's pack of rows, its first element, the distance to the next
-  int rank_;
+  int64_t team_;
+  int rank_;              // of this block in its team
   int64_t first_, last_;  // elements of rows that this block has
   int64_t tile_;          // where the tile begins in the arrays
   int pitch_;             // from an element to the next of the same row, in shared memory
@@ -599,13 +614,13 @@ class StridedRowsBody {
   int64_t begin_;      // where they begin in the arrays
 };
 
-template <typename Program, int kPack>
+template <typename Program, int kPack, bool kIsDirect>
 __global__ void __launch_bounds__(kStridedThreads, kIsDouble<typename Program::Element> ? 2 : 3)
     StridedRowsKernel(const __grid_constant__ Program program,
                       const __grid_constant__ StridedRowsPlan plan) {
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ uint64_t barriers[2];
-  StridedRowsBody<Program, kPack>(program, plan, shared, barriers).Run();
+  StridedRowsBody<Program, kPack, kIsDirect>(program, plan, shared, barriers).Run();
 }
 
 JOF_NAMESPACE_END

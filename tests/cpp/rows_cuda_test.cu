@@ -774,7 +774,8 @@ int64_t TestStridedPlans() {
     const int bytes = 2 << random() % 3, inputs = 1 + static_cast<int>(random() % 3);
     const int pack = random() % 2 == 0 ? 1 : std::min(16 / bytes, 4);
     const StridedRowsTraits traits{
-        inputs, bytes, pack, 2, std::max(bytes, 4), static_cast<int>(random() % 3)};
+        inputs,           bytes, pack, 2, std::max(bytes, 4), static_cast<int>(random() % 3),
+        random() % 4 != 0};
     const RowsProblem p{draw(1e6), draw(random() % 20 == 0 ? 1e9 : 1e5), pack * draw(1e6)};
     const RowsDevice device =
         random() % 2 == 0 ? RowsDevice{132, 227 << 10, true} : RowsDevice{108, 163 << 10, false};
@@ -782,22 +783,30 @@ int64_t TestStridedPlans() {
     const StridedRowsPlan plan = PlanStridedRows(traits, p, device, address);
     const int columns = 1 << plan.column_bits;
     const int64_t inner_packs = p.inner / pack, row_bytes = int64_t{plan.width} * pack * bytes;
-    const bool is_covered =
-        plan.is_flat
-            ? plan.width == plan.outers * inner_packs && plan.units * plan.outers >= p.outer
-            : plan.outers == 1 && plan.tiles * plan.width >= inner_packs &&
-                  plan.units == p.outer * plan.tiles;
-    const bool is_right =
-        is_covered && plan.width >= 1 && plan.width <= columns && columns <= plan.threads &&
-        plan.threads % 32 == 0 && plan.threads <= kStridedThreads && plan.part >= 1 &&
-        plan.share * plan.cluster >= p.n &&
-        (plan.outers == 1 || (plan.cluster == 1 && plan.part == p.n)) &&
-        (plan.cluster == 1 || device.has_clusters) &&
-        plan.shared_bytes + (1 << 10) <= device.shared_bytes &&
-        plan.input_bytes >= plan.part * row_bytes + 14 &&
-        (plan.SumCopies() == 1 || traits.sums == 0 || plan.holds_sums) &&
-        (plan.is_flat || (row_bytes % plan.copy_bytes == 0 && address % plan.copy_bytes == 0 &&
-                          p.inner * bytes % plan.copy_bytes == 0));
+    bool is_right = plan.width >= 1 && plan.width <= columns && columns <= plan.threads &&
+                    plan.threads % 32 == 0 && plan.threads <= kStridedThreads && plan.part >= 1 &&
+                    plan.cluster >= 1 && plan.share * plan.cluster >= p.n &&
+                    plan.shared_bytes + (1 << 10) <= device.shared_bytes &&
+                    (plan.SumCopies() == 1 || traits.sums == 0 || plan.holds_sums);
+    if (plan.is_direct) {
+      is_right &= plan.width == columns && plan.units * plan.width >= p.outer * inner_packs &&
+                  (plan.cluster == 1 || !traits.has_reductions) && plan.input_bytes == 0;
+    } else if (plan.is_flat) {
+      is_right &= plan.width == plan.outers * inner_packs && plan.units * plan.outers >= p.outer &&
+                  plan.pitch == p.inner &&
+                  (plan.outers == 1 || (plan.cluster == 1 && plan.part == p.n)) &&
+                  plan.input_bytes >= plan.part * plan.outers * p.inner * bytes + 14;
+    } else {
+      const bool is_aligned =
+          (address | static_cast<uint64_t>(row_bytes | (p.inner * bytes))) % 8 == 0;
+      is_right &=
+          plan.outers == 1 && plan.tiles * plan.width >= inner_packs &&
+          plan.units == p.outer * plan.tiles &&
+          (plan.pitch * bytes - p.inner * bytes) % (is_aligned ? 8 : 16) == 0 &&
+          plan.pitch * bytes >= row_bytes + (is_aligned ? 0 : 16 - bytes) &&
+          plan.input_bytes >= int64_t{plan.part} * plan.pitch * bytes + (is_aligned ? 0 : 30);
+    }
+    if (!plan.is_direct) is_right &= plan.cluster == 1 || device.has_clusters;
     ++plans;
     if (is_right || ++failures > 4) continue;
     std::fprintf(stderr,
