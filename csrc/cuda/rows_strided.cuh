@@ -614,8 +614,15 @@ class StridedRowsBody {
   int64_t begin_;      // where they begin in the arrays
 };
 
+// Blocks that a multiprocessor has registers for.
+template <typename Program, int kPack>
+inline constexpr int kStridedBlocks =
+    kIsDouble<typename Program::Element>                                ? 1
+    : kPack == 1 && (Program::kColumnSums > 0 || Program::kOutputs > 1) ? 2
+                                                                        : 3;
+
 template <typename Program, int kPack, bool kIsDirect>
-__global__ void __launch_bounds__(kStridedThreads, kIsDouble<typename Program::Element> ? 2 : 3)
+__global__ void __launch_bounds__(kStridedThreads, kStridedBlocks<Program, kPack>)
     StridedRowsKernel(const __grid_constant__ Program program,
                       const __grid_constant__ StridedRowsPlan plan) {
   extern __shared__ __align__(16) unsigned char shared[];
