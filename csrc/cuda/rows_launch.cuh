@@ -781,9 +781,8 @@ inline StridedRowsPlan PlanDirectRows(const StridedRowsTraits& traits, const Row
   int along = 1;
   plan.threads = 128;
   if (!traits.has_reductions) {
-    along = plan.threads;
     const int64_t columns = std::min<int64_t>(problem.inner / traits.pack, internal::kWarpSize);
-    while (plan.threads / along < columns) along /= 2;
+    while (plan.threads / (2 * along) >= columns && n >= 16 * along) along *= 2;
   } else {
     while (along < plan.threads / 4 &&
            (n > 16 * along || (n >= 8 * along && packs * along < wanted))) {
