@@ -54,7 +54,7 @@ section "C++ tests"
 parts=() # the test of rows takes longest, so its parts run in parallel
 for program in "${programs[@]}"; do
   if [[ $program == */rows ]]; then
-    parts+=("$program full "{plans,strided,group_norm,softmax,norm,many,long})
+    parts+=("$program full "{plans,strided,group_norm,softmax,norm,short,many,long})
   else
     parts+=("$program")
   fi

@@ -121,7 +121,7 @@ _FAMILIES = {
     "permute": "`permute`",
     "scatter": "`segment_sum`, `scatter_add`, `embedding_lookup`",
     "rows": "`softmax`, cross entropy, `layer_norm`, `rms_norm`, `group_norm`",
-    "strided": "the same along another axis than the last",
+    "strided": "`softmax`, `logsumexp`, norms along another axis than the last",
     "kernels": "`ElementwiseKernel`",
     "graph": "`message_sum`, `attention_sum`",
 }

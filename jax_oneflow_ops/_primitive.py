@@ -416,14 +416,14 @@ def parts_of_sums(platform: str, rows: Any, n: Any) -> int:
     return min(rows + more, parts) if isinstance(rows, int) else parts
 
 
-def parts_of_strided_sums(rows: Any, itemsize: int) -> int:
-    """The most parts on a GPU of sums over rows whose elements are not contiguous.
+def parts_of_strided_sums(rows: Any, n: Any, itemsize: int) -> int:
+    """The most parts on a GPU of sums over rows of `n` elements that are not contiguous.
 
-    Blocks are small then, so there are several for each multiprocessor. All parts together take at
-    most about an eighth of the bytes of the arrays that are read and written.
+    Blocks are small then, so there are several for each multiprocessor; fewer for few rows, which
+    have few tiles, and for long rows.
     """
-    most = 1584
-    return min(rows, max(16, min(most, rows * itemsize // 32))) if isinstance(rows, int) else most
+    parts = max(16, min(1584, 2**22 // n)) if isinstance(n, int) else 272
+    return min(rows, max(16, min(parts, rows * itemsize // 32))) if isinstance(rows, int) else parts
 
 
 def sum_over(

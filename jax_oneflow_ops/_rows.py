@@ -574,7 +574,8 @@ def _norm_jvp_types(x: Any, *_: Any, axis: int, passed: bool, **__: Any) -> list
     return [_with_rows_whole(x, axis)] * (1 + passed)
 
 
-_MOST_COLUMNS = 2**30 - 1  # that kernels of norms count on GPUs, in 32 bits; jnp takes longer rows
+# Kernels of norms along the last axis count columns on GPUs in 32 bits. jnp takes longer rows.
+_MOST_COLUMNS = 2**30 - 1
 
 
 def _has_kernel(platform: str, x: jax.Array, axis: int) -> bool:
@@ -667,7 +668,7 @@ def _norm_vjp_native(
     if isinstance(inner, int) and inner == 1:
         parts = _primitive.parts_of_sums(platform, outer, n)
     else:
-        parts = _primitive.parts_of_strided_sums(outer * inner, x.dtype.itemsize)
+        parts = _primitive.parts_of_strided_sums(outer * inner, n, x.dtype.itemsize)
     types = [jax.ShapeDtypeStruct(problem, x.dtype)]
     types += [jax.ShapeDtypeStruct((n if w else 0,), dtype) for w in wanted]
     types.append(jax.ShapeDtypeStruct((parts, sum(wanted), n), dtype))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _rows
+from jax_oneflow_ops import _primitive, _rows
 from tests import oracle
 from tests.arrays import normals, rng_for
 from tests.catalogue import FLOATS
@@ -1519,7 +1519,9 @@ def test_the_choice_depends_on_the_axis(function):
     for axis, alignment, sizes in ((-1, "odd edges", (3, 1)), (1, "strided", (5, 12))):
         f = functools.partial(getattr(jof, function), axis=axis)
         for g in (f, lambda x, f=f: jax.vjp(f, x)[1](x)):
-            for decision in jof.policy(g, x):
+            decisions = jof.policy(g, x)
+            assert len(decisions) > 0
+            for decision in decisions:
                 assert decision.call.kind[2:] == (alignment, function)
                 assert decision.call.sizes == sizes
 
@@ -1564,6 +1566,28 @@ def test_how_many_parts_sums_over_rows_have(shape, parts):
     exported = jax.export.export(gradient, platforms=["cuda"], disabled_checks=checks)(*xs)
     width = n if isinstance(n, int) else "?"
     assert f"tensor<{parts}x2x{width}xf32>" in exported.mlir_module()
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [("r, 64, c", 1584), ("r, 1048576, 8", 16), ("r, n, 8", 272), ("2048, 64, 64", 1584)],
+)
+def test_how_many_parts_sums_over_strided_rows_have(shape, parts):
+    def loss(x, scale):
+        return jof.rms_norm(x, scale, axis=1, implementation="native").sum()
+
+    dims = jax.export.symbolic_shape(shape)
+    xs = [jax.ShapeDtypeStruct(dims, np.float32), jax.ShapeDtypeStruct(dims[1:2], np.float32)]
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
+    checks = jof.export_checks()
+    exported = jax.export.export(gradient, platforms=["cuda"], disabled_checks=checks)(*xs)
+    width = dims[1] if isinstance(dims[1], int) else "?"
+    assert f"tensor<{parts}x1x{width}xf32>" in exported.mlir_module()
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(7, 7), (64, 16), (4096, 256), (1 << 20, 1584)])
+def test_few_strided_rows_have_few_parts(rows, parts):
+    assert _primitive.parts_of_strided_sums(rows, 100, 2) == parts
 
 
 @pytest.mark.parametrize("axis", [1, 0])

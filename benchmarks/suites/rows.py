@@ -116,15 +116,16 @@ def _work(op: Any, dims: tuple[int, ...], dtype: str, gradient: bool, axis: int)
         {form: measured(f) for form, f in common.forms_of(op, dtype).items()},
         sample=partial(_sample, op, gradient, bool(options)),
         verify=partial(_verify, op, gradient, dtype),
-        terms=_terms(op, dims),
+        terms=_terms(op, dims, axis),
         torch=None if gradient or options else _TORCH[op.name],
     )
 
 
-def _terms(op: Any, dims: tuple[int, ...]) -> int:
+def _terms(op: Any, dims: tuple[int, ...], axis: int) -> int:
     """The most terms in a sum, over a row or over all rows for a vector's gradient."""
-    groups = math.gcd(32, dims[-1]) if op.name == "group_norm" else 1
-    return max(math.prod(dims[1:]) // groups, math.prod(dims[:-1]))
+    if op.name == "group_norm":
+        return max(math.prod(dims[1:]) // math.gcd(32, dims[-1]), math.prod(dims[:-1]))
+    return max(dims[axis], math.prod(dims) // dims[axis])
 
 
 _ROWS = 8

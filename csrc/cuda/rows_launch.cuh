@@ -747,6 +747,7 @@ cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& prob
 // The most shared memory that sums over rows may take.
 inline constexpr int64_t kMostSumBytes = 16 << 10;
 
+// Whether threads read elements from global memory.
 inline bool IsDirect(const StridedRowsTraits& traits, int64_t n) {
   return n <= 12 || !traits.has_reductions || traits.element_bytes == 8;
 }
@@ -756,8 +757,7 @@ inline void SetStridedValues(const StridedRowsTraits& traits, StridedRowsPlan* p
   const int columns = 1 << plan->column_bits;
   plan->values = columns * traits.pack * traits.values;
   const int groups = plan->threads / std::max(columns, internal::kWarpSize);
-  const bool is_cluster = !plan->is_direct && plan->cluster > 1;
-  plan->exchange = (groups + (is_cluster ? 2 * plan->cluster : 0)) * plan->values;
+  plan->exchange = (groups + (plan->cluster > 1 ? 2 * plan->cluster : 0)) * plan->values;
   const int64_t sums = plan->share * traits.sums * plan->SumCopies();
   plan->holds_sums = sums * traits.value_bytes <= kMostSumBytes;
   const int64_t values = plan->exchange + (plan->holds_sums ? sums : 0);
@@ -765,16 +765,15 @@ inline void SetStridedValues(const StridedRowsTraits& traits, StridedRowsPlan* p
       traits.inputs * plan->input_bytes + static_cast<int>(values) * traits.value_bytes;
 }
 
-// Plans StridedRowsKernel for threads that read global memory: for rows that are so short that they
-// stay in the L1 cache between passes, programs without reductions, and float64.
+// Plans StridedRowsKernel for threads that read global memory. Short rows stay in the L1 cache
+// between passes.
 inline StridedRowsPlan PlanDirectRows(const StridedRowsTraits& traits, const RowsProblem& problem,
                                       const RowsDevice& device) {
   StridedRowsPlan plan{};
-  plan.is_direct = true;
   plan.outer = problem.outer;
   plan.n = problem.n;
   plan.inner = problem.inner;
-  plan.outers = plan.cluster = 1;
+  plan.outers = plan.cluster = plan.splits = 1;
   const int64_t packs = problem.outer * (problem.inner / traits.pack), n = problem.n;
   const int64_t wanted = 128 * int64_t{device.multiprocessors};  // threads
   // Threads share a row if it is long, or if there are few rows.
@@ -784,11 +783,13 @@ inline StridedRowsPlan PlanDirectRows(const StridedRowsTraits& traits, const Row
     const int64_t columns = std::min<int64_t>(problem.inner / traits.pack, internal::kWarpSize);
     while (plan.threads / (2 * along) >= columns && n >= 16 * along) along *= 2;
   } else {
-    while (along < plan.threads / 4 &&
-           (n > 16 * along || (n >= 8 * along && packs * along < wanted))) {
+    const auto are_few = [&] { return packs * along < wanted; };
+    while (along < plan.threads &&
+           ((n > 16 * along && plan.threads / along > 4) || (n >= 8 * along && are_few()))) {
       along *= 2;
     }
-    while (plan.threads > internal::kWarpSize && packs * along < wanted / 128 * plan.threads) {
+    while (plan.threads > internal::kWarpSize && plan.threads / 2 >= along &&
+           packs * along < wanted / 128 * plan.threads) {
       plan.threads /= 2;
     }
     while (along < plan.threads && plan.threads / along >= 2 * packs) along *= 2;
@@ -800,17 +801,18 @@ inline StridedRowsPlan PlanDirectRows(const StridedRowsTraits& traits, const Row
   if (!traits.has_reductions) {  // blocks may share rows
     const int64_t most = (n + 8 * along - 1) / (8 * along);
     const int64_t blocks = 8 * int64_t{device.multiprocessors};
-    plan.cluster = static_cast<int>(
+    plan.splits = static_cast<int>(
         std::max<int64_t>(std::min(most, (blocks + plan.units - 1) / plan.units), 1));
   }
-  plan.share = (n + plan.cluster - 1) / plan.cluster;
+  plan.share = (n + plan.splits - 1) / plan.splits;
   plan.part = static_cast<int>(std::min(plan.share, int64_t{1} << 30));
   SetStridedValues(traits, &plan);
   return plan;
 }
 
-// Plans StridedRowsKernel for tiles of `width` packs of rows, of `outers` values of outer if they
-// have all of inner and 0 otherwise. `addresses` are those of the inputs, combined by or.
+// Plans StridedRowsKernel for tiles of `width` packs of rows. If a tile has all of inner, `outers`
+// is how many values of outer it has, otherwise 0. `addresses` are those of the inputs, combined by
+// or.
 inline StridedRowsPlan StridedRowsPlanOf(const StridedRowsTraits& traits,
                                          const RowsProblem& problem, const RowsDevice& device,
                                          uint64_t addresses, int64_t width, int64_t outers,
@@ -824,8 +826,8 @@ inline StridedRowsPlan StridedRowsPlanOf(const StridedRowsTraits& traits,
   plan.n = problem.n;
   plan.inner = problem.inner;
   plan.is_flat = outers > 0;
-  // Copies of 16 bytes do not overlap if rows have a gap, unless all begin and end at multiples of
-  // 16 bytes. The pitch keeps offsets from these.
+  // Rows get a gap, so that copies of 16 bytes do not overlap, and the pitch keeps their offsets
+  // from multiples of 16 bytes. Rows that begin and end at multiples of 16 or 8 bytes need no gap.
   const uint64_t places = addresses | static_cast<uint64_t>(inner_bytes | row_bytes);
   plan.copy_bytes = places % kPackBytes != 0 && places % 8 == 0 ? 8 : kPackBytes;
   int64_t pitch_bytes = plan.is_flat ? inner_bytes : row_bytes;
@@ -839,8 +841,9 @@ inline StridedRowsPlan StridedRowsPlanOf(const StridedRowsTraits& traits,
   plan.tiles = plan.is_flat ? 1 : (problem.inner / traits.pack + width - 1) / width;
   plan.units = (problem.outer + plan.outers - 1) / plan.outers * plan.tiles;
   plan.cluster = cluster;
+  plan.splits = 1;
   plan.share = (problem.n + cluster - 1) / cluster;
-  // Of longer rows, half of it, so that one block copies while another computes.
+  // Longer rows take half of that, so that one block copies while another computes.
   const int64_t each = pitch_bytes * std::max<int64_t>(outers, 1) * traits.inputs;
   const int64_t part = plan.share * each <= most ? plan.share : most / 2 / each;
   plan.part = static_cast<int>(std::max<int64_t>(part, 1));
@@ -861,7 +864,6 @@ inline StridedRowsPlan StridedRowsPlanOf(const StridedRowsTraits& traits,
 inline StridedRowsPlan PlanStridedRows(const StridedRowsTraits& traits, const RowsProblem& problem,
                                        const RowsDevice& device, uint64_t addresses) {
   constexpr int kMostCluster = 8, kLine = 128, kSector = 32;
-  if (IsDirect(traits, problem.n)) return PlanDirectRows(traits, problem, device);
   constexpr int64_t kLeastBytes = 24 << 10;  // of a block, if there are enough rows
   const int64_t pack_bytes = int64_t{traits.pack} * traits.element_bytes;
   const int64_t all_bytes = pack_bytes * traits.inputs;
@@ -891,13 +893,13 @@ inline StridedRowsPlan PlanStridedRows(const StridedRowsTraits& traits, const Ro
          4 * tiles(width) * width > 5 * packs) {
     width /= 2;
   }
-  const bool is_odd = packs * pack_bytes % 4 != 0;  // a copy has elements of other tiles
+  const bool is_odd = packs * pack_bytes % 4 != 0;
   if (packs <= width) {
+    outers = 1;
     while (2 * outers * packs <= most_width && 2 * outers * bytes(packs) <= kLeastBytes &&
            outer >= 16 * processors * outers) {
-      outers = std::max<int64_t>(2 * outers, 1);
+      outers *= 2;
     }
-    outers = std::max<int64_t>(outers, 1);
     width = packs * outers;
   } else if (is_odd && packs <= kStridedThreads && bytes(packs) <= most_cluster * most_bytes) {
     outers = 1;  // there is shared memory for the sums: a block has at most 8,192 packs
@@ -933,8 +935,8 @@ cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem
                               cudaStream_t stream, int64_t* parts = nullptr) {
   using T = typename Program::Element;
   constexpr int kPack = std::min({kPackSize<T>, 4, Program::kMostRows});
-  constexpr int64_t kPackBytesHere = kPack * static_cast<int64_t>(sizeof(T));
-  const bool is_packed = problem.inner % kPack == 0 && AreAligned(program, kPackBytesHere);
+  constexpr int64_t kRowsBytes = kPack * static_cast<int64_t>(sizeof(T));
+  const bool is_packed = problem.inner % kPack == 0 && AreAligned(program, kRowsBytes);
   RowsDevice device{};
   cudaError_t status = GetRowsDevice(&device);
   if (status != cudaSuccess) return status;
@@ -946,21 +948,24 @@ cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem
     constexpr int kRows = decltype(pack)::value;
     constexpr bool kIsDirect = decltype(direct)::value;
     const auto kernel = StridedRowsKernel<Program, kRows, kIsDirect>;
-    StridedRowsPlan plan = PlanStridedRows(StridedRowsBody<Program, kRows, kIsDirect>::kTraits,
-                                           problem, device, addresses);
-    const int cluster = kIsDirect ? 1 : plan.cluster;
-    int units = 0;
-    status = CountUnits(reinterpret_cast<const void*>(kernel), plan.threads, cluster,
-                        plan.shared_bytes, device, &units);
-    if (status != cudaSuccess) return status;
+    constexpr StridedRowsTraits kTraits = StridedRowsBody<Program, kRows, kIsDirect>::kTraits;
+    StridedRowsPlan plan = kIsDirect ? PlanDirectRows(kTraits, problem, device)
+                                     : PlanStridedRows(kTraits, problem, device, addresses);
     plan.teams = std::min(plan.units, int64_t{1} << 27);
-    if (parts != nullptr) {
+    if (parts == nullptr) {
+      status = AllowSharedMemory(reinterpret_cast<const void*>(kernel), device);
+    } else {
+      int units = 0;
+      status = CountUnits(reinterpret_cast<const void*>(kernel), plan.threads, plan.cluster,
+                          plan.shared_bytes, device, &units);
       plan.teams = std::min({plan.teams, *parts, int64_t{std::max(units, 1)}});
       *parts = plan.teams;
     }
+    if (status != cudaSuccess) return status;
     cudaLaunchAttribute attribute{};
-    const cudaLaunchConfig_t config = ClusterConfig(plan.teams * plan.cluster, plan.threads,
-                                                    cluster, plan.shared_bytes, &attribute, stream);
+    const cudaLaunchConfig_t config =
+        ClusterConfig(plan.teams * plan.cluster * plan.splits, plan.threads, plan.cluster,
+                      plan.shared_bytes, &attribute, stream);
     return cudaLaunchKernelEx(&config, kernel, program, plan);
   };
   const auto launch_packs = [&](auto direct) {

@@ -5,7 +5,8 @@
 // The gradients of scale and bias are sums over rows. Each team adds up its rows while it has them
 // on chip. The sums of the teams of a block are added and written to a part of the scratch, and a
 // second kernel adds the parts. If there are few elements, ColumnSumsKernel reads x and dy instead.
-// All of this is in a fixed order.
+// Rows that are not contiguous are always summed by the kernel for dx. All of this is in a fixed
+// order.
 #include "cuda/rows.h"
 #include "cuda/rows_launch.cuh"
 

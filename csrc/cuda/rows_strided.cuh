@@ -6,11 +6,12 @@
 // thread has a pack of neighbouring rows, and shares their elements round-robin with other threads.
 // Also handles rows of 2^30 elements and more.
 //
-// A tile of rows with few values of inner consists of all rows of one or several values of outer,
-// so it is contiguous in memory. Otherwise it is as wide as fits, but at least 32 bytes.
+// If rows of all inner values are short enough, a tile has all rows of one or several values of
+// outer, so that it is contiguous in memory. Otherwise it has about 128 bytes of inner: more if
+// rows are short, less if there are few.
 //
-// Threads read rows of up to 12 elements from global memory in each pass; they stay in the L1
-// cache. So do programs without reductions, and float64, for which there is no other kernel.
+// For rows of up to 12 elements, float64 and programs without reductions, threads read global
+// memory in each pass instead.
 //
 // Handles the programs of rows.cuh.
 #pragma once
@@ -35,12 +36,12 @@ struct StridedRowsPlan {
   int64_t units;    // all tiles
   int64_t teams;    // blocks, or clusters of blocks; each has every teams-th tile
   int outers;       // values of outer that a tile has; more than one only if is_flat
-  bool is_direct;   // whether threads read elements from global memory
   bool is_flat;     // whether a tile has all of inner
   int width;        // packs of neighbouring rows in a tile
   int column_bits;  // 2^column_bits threads are along them: the next power of two
   int threads;      // of a block: a multiple of the columns, and of a warp
-  int cluster;      // blocks that share the rows of a tile; not a cluster if is_direct
+  int cluster;      // blocks that share the rows of a tile
+  int splits;       // the same, if they need not be a cluster: there are no reductions
   int64_t share;    // elements of each row that a block has
   int part;         // elements of each row that it has in shared memory at a time
   int pitch;        // from an element of a row to the next, in shared memory
@@ -77,8 +78,8 @@ class StridedRowsBody {
     along_ = threadIdx.x >> plan.column_bits;
     step_ = plan.threads >> plan.column_bits;
     if constexpr (kIsDirect) {
-      team_ = blockIdx.x / plan.cluster;
-      rank_ = static_cast<int>(blockIdx.x - team_ * plan.cluster);
+      team_ = blockIdx.x / plan.splits;
+      rank_ = static_cast<int>(blockIdx.x - team_ * plan.splits);
     } else {
       team_ = plan.cluster > 1 ? internal::ClusterId() : blockIdx.x;
       rank_ = plan.cluster > 1 ? static_cast<int>(internal::ClusterRank()) : 0;
@@ -132,7 +133,6 @@ class StridedRowsBody {
       SetRows(o, (pack - o * packs) * kPack);
       return;
     }
-    pitch_ = plan_.pitch;
     int64_t o = unit, i = 0;
     int local = 0;  // the value of outer within the tile
     if (plan_.is_flat) {
@@ -143,7 +143,7 @@ class StridedRowsBody {
       outers_here_ = static_cast<int>(min(int64_t{plan_.outers}, plan_.outer - o));
       has_rows_ = column_ < plan_.width && local < outers_here_;
       tile_ = o * plan_.n * plan_.inner;
-      at_ = has_rows_ ? local * static_cast<int>(plan_.n) * pitch_ + static_cast<int>(i) : 0;
+      at_ = has_rows_ ? local * static_cast<int>(plan_.n) * plan_.pitch + static_cast<int>(i) : 0;
     } else {
       o = unit / plan_.tiles;
       const int64_t begin = (unit - o * plan_.tiles) * plan_.width * kPack;
@@ -164,9 +164,9 @@ class StridedRowsBody {
 
   // ---- copies to shared memory ----
   //
-  // Elements are at the same offset from 16 bytes as in global memory, so that all copies have 16
-  // bytes. Copies may have elements of other tiles at their ends; the rows of a tile are so far
-  // apart in shared memory that copies do not overlap.
+  // Elements are at the same offset from 16 bytes as in global memory, so that copies have 16
+  // bytes, or 8 if these are enough. Copies may have elements of other tiles at their ends; there
+  // are gaps between the rows of a tile in shared memory, so that they do not overlap.
 
   __device__ __forceinline__ static int OffsetOf(const void* source) {
     return static_cast<int>(reinterpret_cast<uintptr_t>(source) % kPackBytes);
@@ -174,6 +174,7 @@ class StridedRowsBody {
 
   // Begins to copy the elements of all rows from element j on.
   __device__ __forceinline__ void Copy(int64_t j, int count) const {
+    if (count == 0) return;  // the last blocks of a cluster may have no elements
     JOF_UNROLL
     for (int a = 0; a < kInputs; ++a) {
       const T* const source = program_.in[a] + tile_ + j * plan_.inner;
@@ -200,8 +201,8 @@ class StridedRowsBody {
                                            int count) const {
     const int begin = Thread() >> plan_.copy_bits, step = plan_.threads >> plan_.copy_bits;
     const int bytes = row_elements_ * static_cast<int>(sizeof(T));
-    const int pitch_bytes = pitch_ * static_cast<int>(sizeof(T));
-    const int gap = pitch_ > plan_.width * kPack ? kBytes - static_cast<int>(sizeof(T)) : 0;
+    const int pitch_bytes = plan_.pitch * static_cast<int>(sizeof(T));
+    const int gap = plan_.pitch > plan_.width * kPack ? kBytes - static_cast<int>(sizeof(T)) : 0;
     const int64_t stride = plan_.inner * static_cast<int64_t>(sizeof(T));
     const int lane_bytes = (Thread() & ((1 << plan_.copy_bits) - 1)) * kBytes;
     to += OffsetOf(from);
@@ -284,7 +285,7 @@ class StridedRowsBody {
   }
   __device__ __forceinline__ T* SlotOf(const Slots& slots, int a, int k) const {
     if constexpr (kIsDirect) return slots.of[a] + k * plan_.inner;
-    return slots.of[a] + k * pitch_;
+    return slots.of[a] + k * plan_.pitch;
   }
   // Loads kSteps elements of this thread, k, k + step_, ..., before any of them is used.
   template <int kSteps>
@@ -599,13 +600,13 @@ class StridedRowsBody {
   int64_t sum_stride_;  // from a sum to the next
   bool is_first_;       // whether this is the first tile of this block or cluster
   unsigned turn_ = 0;   // of exchanges in the cluster
-  int column_, along_,
-      step_;  // a thread's pack of rows, its first element, the distance to the next
+  int column_;          // of this thread
+  int along_;           // its first element of a row
+  int step_;            // from an element to the next
   int64_t team_;
   int rank_;              // of this block in its team
   int64_t first_, last_;  // elements of rows that this block has
   int64_t tile_;          // where the tile begins in the arrays
-  int pitch_;             // from an element to the next of the same row, in shared memory
   int row_elements_;      // of a tile that is not flat
   int outers_here_;
   int at_;  // of this thread's first row, in shared memory

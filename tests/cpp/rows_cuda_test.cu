@@ -419,6 +419,20 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
       CheckNear<T>("norm vjp", Value(dx[at(j)]), want, terms, p, int64_t(at(j)));
     }
   });
+  if (p.inner > 1 && vectors == 2) {  // one of the sums alone
+    const auto same = [&](NormVjpCall one, DeviceArray& sums) {
+      const C* all = sums.CopyToHost<C>();
+      const std::vector<C> before(all, all + n);
+      CHECK_CUDA(LaunchNormVjp(one, nullptr));
+      return std::memcmp(sums.CopyToHost<C>(), before.data(), n * sizeof(C)) == 0;
+    };
+    NormVjpCall one = vjp;
+    one.dbias = nullptr;
+    JOF_CHECK(same(one, dscale), "dscale without dbias");
+    one = vjp;
+    one.dscale = nullptr;
+    JOF_CHECK(same(one, dbias), "dbias without dscale");
+  }
   const C* got_scale = dscale.CopyToHost<C>();
   const C* got_bias = dbias.CopyToHost<C>();
   for (size_t j = 0; j < n; ++j) {
@@ -761,7 +775,6 @@ int64_t TestWidePlans() {
   return failures;
 }
 
-// Each function once, for many elements. Returns the number of launches.
 // Tiles must cover all rows, parts must cover them, and blocks must fit a multiprocessor.
 int64_t TestStridedPlans() {
   int64_t plans = 0, failures = 0;
@@ -772,25 +785,35 @@ int64_t TestStridedPlans() {
   };
   for (int i = 0; i < 20000; ++i) {
     const int bytes = 2 << random() % 3, inputs = 1 + static_cast<int>(random() % 3);
-    const int pack = random() % 2 == 0 ? 1 : std::min(16 / bytes, 4);
-    const StridedRowsTraits traits{
-        inputs,           bytes, pack, 2, std::max(bytes, 4), static_cast<int>(random() % 3),
-        random() % 4 != 0};
+    const int pack = std::min(1 << random() % 3, std::min(16 / bytes, 4));
+    const StridedRowsTraits traits{inputs,
+                                   bytes,
+                                   pack,
+                                   1 + static_cast<int>(random() % 2),
+                                   std::max(bytes, 4),
+                                   static_cast<int>(random() % 3),
+                                   random() % 4 != 0};
     const RowsProblem p{draw(1e6), draw(random() % 20 == 0 ? 1e9 : 1e5), pack * draw(1e6)};
-    const RowsDevice device =
-        random() % 2 == 0 ? RowsDevice{132, 227 << 10, true} : RowsDevice{108, 163 << 10, false};
+    const RowsDevice devices[] = {{132, 227 << 10, true},
+                                  {108, 163 << 10, false},
+                                  {170, 99 << 10, true},
+                                  {84, 99 << 10, false}};
+    const RowsDevice device = devices[random() % 4];
     const uint64_t address = static_cast<uint64_t>(pack * bytes) * (random() % 8);
-    const StridedRowsPlan plan = PlanStridedRows(traits, p, device, address);
+    const bool is_direct = IsDirect(traits, p.n);
+    const StridedRowsPlan plan =
+        is_direct ? PlanDirectRows(traits, p, device) : PlanStridedRows(traits, p, device, address);
     const int columns = 1 << plan.column_bits;
     const int64_t inner_packs = p.inner / pack, row_bytes = int64_t{plan.width} * pack * bytes;
     bool is_right = plan.width >= 1 && plan.width <= columns && columns <= plan.threads &&
                     plan.threads % 32 == 0 && plan.threads <= kStridedThreads && plan.part >= 1 &&
-                    plan.cluster >= 1 && plan.share * plan.cluster >= p.n &&
+                    plan.cluster >= 1 && plan.share * plan.cluster * plan.splits >= p.n &&
                     plan.shared_bytes + (1 << 10) <= device.shared_bytes &&
                     (plan.SumCopies() == 1 || traits.sums == 0 || plan.holds_sums);
-    if (plan.is_direct) {
+    if (is_direct) {
       is_right &= plan.width == columns && plan.units * plan.width >= p.outer * inner_packs &&
-                  (plan.cluster == 1 || !traits.has_reductions) && plan.input_bytes == 0;
+                  (plan.splits == 1 || !traits.has_reductions) && plan.cluster == 1 &&
+                  plan.input_bytes == 0;
     } else if (plan.is_flat) {
       is_right &= plan.width == plan.outers * inner_packs && plan.units * plan.outers >= p.outer &&
                   plan.pitch == p.inner &&
@@ -806,7 +829,7 @@ int64_t TestStridedPlans() {
           plan.pitch * bytes >= row_bytes + (is_aligned ? 0 : 16 - bytes) &&
           plan.input_bytes >= int64_t{plan.part} * plan.pitch * bytes + (is_aligned ? 0 : 30);
     }
-    if (!plan.is_direct) is_right &= plan.cluster == 1 || device.has_clusters;
+    if (!is_direct) is_right &= plan.splits == 1 && (plan.cluster == 1 || device.has_clusters);
     ++plans;
     if (is_right || ++failures > 4) continue;
     std::fprintf(stderr,
@@ -820,6 +843,7 @@ int64_t TestStridedPlans() {
   return failures;
 }
 
+// Each function once, for many elements. Returns the number of launches.
 template <typename T>
 int64_t TestOnce(const RowsProblem& p) {
   TestSoftmax<T>(p, false, 0, 0);
@@ -855,16 +879,26 @@ int main(int argc, char** argv) {
   // Rows whose elements are strided.
   std::vector<RowsProblem> strided = {{3, 5, 7},    {2, 33, 64},   {1, 1000, 24}, {40, 12, 2},
                                       {2, 300, 40}, {1, 3000, 16}, {5, 1, 9},     {1, 64, 515},
-                                      {900, 3, 4},  {4, 768, 49},  {2, 768, 196}};
+                                      {900, 3, 4},  {4, 768, 49},  {1, 41, 251},  {2, 768, 196}};
   if (!brief) {
-    // Rows that a cluster holds, and rows that are too long for one; more tiles than blocks.
+    // Rows that a cluster holds, and rows that are too long for one. More tiles than parts of sums,
+    // of blocks and of clusters. Several values of outer in a tile. Copies of 16 bytes with gaps,
+    // and of 8 bytes. Several warps along the columns.
     strided.insert(strided.end(), {{1, 20000, 32},
                                    {1, 60000, 9},
                                    {1, 130000, 4},
                                    {1, 21, 30000},
                                    {300, 77, 34},
                                    {2, 4, 20001},
-                                   {4, 40, 3136}});
+                                   {4, 40, 3136},
+                                   {30, 2001, 8},
+                                   {30, 20001, 2},
+                                   {2201, 20, 3},
+                                   {9001, 13, 2},
+                                   {1, 20001, 33},
+                                   {1, 20001, 34},
+                                   {150, 13, 250},
+                                   {3, 35, 255}});
   }
   for (const RowsProblem& p : strided) {
     if (!wanted("strided")) break;
