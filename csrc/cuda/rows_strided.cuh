@@ -114,6 +114,8 @@ class StridedRowsBody {
   using Row = typename Program::Row;
   // Elements of a row that a thread loads at a time.
   static constexpr int kBatch = kPack * kInputs > 4 ? 2 : 4;
+  // Accumulators of a thread for each of its rows. Norms have no registers for two.
+  static constexpr int kWays = kVectors > 0 ? 1 : 2;
   // Whether the values by which the last reduction replaces elements are kept in shared memory.
   static constexpr bool kKeeps =
       !kIsDirect && Program::kReplaces && sizeof(C) == sizeof(T) && kReductions > 0;
@@ -367,31 +369,43 @@ class StridedRowsBody {
                                              C (&values)[kPack][Program::kValues]) const {
     if (!has_rows_) return;
     const Slots slots = SlotsOf(j);
-    // Sums of a few elements are added up: the rounding errors of one long sum would be larger.
+    // Sums of a few elements are added up: the rounding errors of one long sum would be larger. In
+    // a simulation of float32 softmax of 300,000 rows of 13 elements, the largest error is 3.9 ulp,
+    // and 5.9 with one sum of up to 16 elements instead of two of 8.
     constexpr int kTurns = 4;
     const int last = (kBatch - 1) * step_;
     int k = along_;
     while (k + last < count) {
-      C part[kPack][Program::kValues];
-      Clear<r>(part);
+      C parts[kWays][kPack][Program::kValues];
+      JOF_UNROLL
+      for (int w = 0; w < kWays; ++w) Clear<r>(parts[w]);
       for (int turn = 0; turn < kTurns && k + last < count; ++turn, k += kBatch * step_) {
-        AccumulateSteps<r, kBatch>(facts, slots, j, k, part);
+        AccumulateSteps<r, kBatch>(facts, slots, j, k, parts);
       }
       JOF_UNROLL
       for (int i = 0; i < kPack; ++i) {
         JOF_UNROLL
         for (int c = 0; c < Program::ValuesOf(r); ++c) {
-          values[i][c] = program_.template Combine<r>(values[i][c], part[i][c]);
+          C part = parts[0][i][c];
+          JOF_UNROLL
+          for (int w = 1; w < kWays; ++w) {
+            part = program_.template Combine<r>(part, parts[w][i][c]);
+          }
+          values[i][c] = program_.template Combine<r>(values[i][c], part);
         }
       }
     }
-    for (; k < count; k += step_) AccumulateSteps<r, 1>(facts, slots, j, k, values);
+    for (; k < count; k += step_) {
+      AccumulateSteps<r, 1>(facts, slots, j, k,
+                            reinterpret_cast<C(&)[1][kPack][Program::kValues]>(values));
+    }
   }
 
-  template <int r, int kSteps>
-  __device__ __forceinline__ void AccumulateSteps(const Row (&facts)[kPack], const Slots& slots,
-                                                  int64_t j, int k,
-                                                  C (&values)[kPack][Program::kValues]) const {
+  // Element b goes to accumulator b modulo kParts.
+  template <int r, int kSteps, int kParts>
+  __device__ __forceinline__ void AccumulateSteps(
+      const Row (&facts)[kPack], const Slots& slots, int64_t j, int k,
+      C (&values)[kParts][kPack][Program::kValues]) const {
     C x[kSteps][kPack][kInputs], v[kSteps][kVectors + 1];
     if constexpr (Program::UsesVectors(r)) LoadVectors(j, k, v);
     Load(slots, k, x);
@@ -399,7 +413,7 @@ class StridedRowsBody {
     for (int b = 0; b < kSteps; ++b) {
       JOF_UNROLL
       for (int i = 0; i < kPack; ++i) {
-        program_.template Accumulate<r>(facts[i], x[b][i], v[b], Get<r>(values[i]));
+        program_.template Accumulate<r>(facts[i], x[b][i], v[b], Get<r>(values[b % kParts][i]));
       }
       if constexpr (kKeeps && r + 1 == kReductions) {
         Pack<T, kPack> kept;
