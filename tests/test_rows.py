@@ -695,6 +695,9 @@ def test_batches_of_norms_along_axes(axis):
         cts = [arrays["ct"], xs["residual"]]
         return exact_norm(xs, axis, True), exact_gradient_of_norm(xs, cts, axis, True)
 
+    # XLA's algebraic simplifier in jaxlib 0.8.0 makes gradients of scales per example wrong if the
+    # batch axes of the residual and of the cotangent differ.
+    old = jax.__version_info__ < (0, 9)
     places = [
         place
         for a in range(4)
@@ -703,7 +706,7 @@ def test_batches_of_norms_along_axes(axis):
             {"x": a, "residual": None, "scale": None, "ct": a},
             {"x": None, "residual": a, "scale": 0, "ct": None},
             {"x": None, "residual": None, "scale": None, "ct": a},
-            {"x": a, "residual": a, "scale": len(vector), "ct": 3 - a},
+            {"x": a, "residual": a, "scale": len(vector), "ct": a if old else 3 - a},
         )
     ]
 
