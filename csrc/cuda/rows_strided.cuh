@@ -13,6 +13,15 @@
 // For rows of up to 12 elements, float64 and programs without reductions, threads read global
 // memory in each pass instead.
 //
+// Measured on an H200 along the second axis, in us, f32 and bf16; XLA's best in brackets:
+//                       softmax                    layer norm
+//   (1, 1000, 64)       6.7 (7.0), 6.5 (7.0)       6.4 (7.0), 6.5 (7.0)
+//   (128, 512, 8)       6.8 (5.6), 5.3 (4.8)       6.6 (5.2), 5.4 (4.2)
+//   (64, 768, 196)      41.5 (41.0), 25.6 (30.2)   37.9 (41.6), 28.8 (30.7)
+//   (16, 2048, 512)     58.1 (93.3), 32.7 (61.0)   53.3 (74.3), 35.5 (54.1)
+//   (8, 21, 262144)     107 (186), 54.8 (131)      96.3 (183), 58.1 (110)
+//   (8, 50000, 16)      69.8 (27.8), 22.2 (22.6)   59.4 (27.1), 31.1 (21.5)
+//
 // Handles the programs of rows.cuh.
 #pragma once
 
