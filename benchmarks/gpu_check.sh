@@ -5,7 +5,7 @@
 # Results go to $OUT if it is set, otherwise to build/gpu-check.
 #
 # Arguments are passed to the benchmarks and replace --quick.
-# QUICK=1 skips compute-sanitizer.
+# CHECKS="cpp suite sanitizer benchmarks" selects the checks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -29,45 +29,46 @@ together() {
 }
 
 section "build for sm_$architecture"
-tests=build/cuda-tests
+build=build/gpu-$architecture tests=build/gpu-$architecture/tests
 mkdir -p "$tests"
 commands=("JOF_CUDA=ON JOF_WERROR=ON JOF_CUDA_ARCHITECTURES=$architecture-real '$python' -m pip install \
-  --quiet --no-build-isolation --no-index --no-deps --editable .")
-for source in tests/cpp/*_cuda_test.cu csrc/cuda/*.cu; do
+  --quiet --no-build-isolation --no-index --no-deps --config-settings=build-dir=$build --editable .")
+for source in tests/cpp/*_cuda_test.cu; do
   commands+=("nvcc -std=c++17 -O2 -arch=sm_$architecture -Icsrc -Itests/cpp -c '$source' \
     -o '$tests/$(basename "$source" .cu).o'")
 done
 together "${commands[@]}"
-kernels=()
-for source in csrc/cuda/*.cu; do kernels+=("$tests/$(basename "$source" .cu).o"); done
-links=() programs=()
+links=() programs=() # the C++ tests have the module's own kernels
 for source in tests/cpp/*_cuda_test.cu; do
   programs+=("$tests/$(basename "$source" _cuda_test.cu)")
-  links+=("nvcc ${programs[-1]}_cuda_test.o ${kernels[*]} -o ${programs[-1]}")
+  links+=("nvcc ${programs[-1]}_cuda_test.o $build/CMakeFiles/jof_cuda.dir/csrc/cuda/*.o -o ${programs[-1]}")
 done
 together "${links[@]}"
 
-# Failed steps do not stop the others; they are named at the end.
-failed=()
+# Whether a check is wanted; prints its title. Failed checks do not stop the others; they are named
+# at the end.
+checks=" ${CHECKS:-cpp suite sanitizer benchmarks} " failed=()
+wants() { [[ $checks == *" $1 "* ]] && section "$2"; }
 
-section "C++ tests"
-parts=() # the test of rows takes longest, so its parts run in parallel
-for program in "${programs[@]}"; do
-  if [[ $program == */rows ]]; then
-    parts+=("$program full "{plans,strided,group_norm,softmax,norm,short,many,long})
-  else
-    parts+=("$program")
-  fi
-done
-together "${parts[@]}" || failed+=("C++ tests")
+if wants cpp "C++ tests"; then
+  parts=() # the test of rows takes longest, so its parts run in parallel
+  for program in "${programs[@]}"; do
+    if [[ $program == */rows ]]; then
+      parts+=("$program full "{plans,strided,group_norm,softmax,norm,short,many,long})
+    else
+      parts+=("$program")
+    fi
+  done
+  together "${parts[@]}" || failed+=("C++ tests")
+fi
 
-section "test suite"
-XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1 \
-  "$python" -m pytest --exhaustive -n 14 --dist loadgroup -q -p no:benchmark | tee "$out/pytest.txt" \
-  || failed+=("test suite")
+if wants suite "test suite"; then
+  XLA_PYTHON_CLIENT_PREALLOCATE=false JOF_REQUIRE_CUDA_MODULE=1 \
+    "$python" -m pytest --exhaustive -n 14 --dist loadgroup -q -p no:benchmark | tee "$out/pytest.txt" \
+    || failed+=("test suite")
+fi
 
-if [[ -z ${QUICK:-} ]]; then
-  section "compute-sanitizer"
+if wants sanitizer "compute-sanitizer"; then
   # The slowest runs come first. Types of scatters and parts of the rows run separately. Integers and
   # f64 share the kernels of f32, and only kernels with shared memory can race or synchronise.
   # Under synccheck, the kernels of long rows, in clusters of blocks, end with an illegal access;
@@ -90,8 +91,9 @@ if [[ -z ${QUICK:-} ]]; then
     | tee "$out/sanitizer.txt" || failed+=("compute-sanitizer")
 fi
 
-section "benchmarks"
-"$python" -m benchmarks --out "$out" "${@:---quick}" || failed+=("benchmarks")
+if wants benchmarks "benchmarks"; then
+  "$python" -m benchmarks --out "$out" "${@:---quick}" || failed+=("benchmarks")
+fi
 
 section "done"
 if ((${#failed[@]})); then
