@@ -747,16 +747,10 @@ cudaError_t LaunchContiguousRows(const Program& program, const RowsProblem& prob
 // The most shared memory that sums over rows may take.
 inline constexpr int64_t kMostSumBytes = 16 << 10;
 
-// Whether threads read elements from global memory.
-inline bool IsDirect(const StridedRowsTraits& traits, int64_t n) {
-  return n <= 12 || !traits.has_reductions || traits.element_bytes == 8;
-}
-
 // Sets what a plan has in shared memory apart from elements.
 inline void SetStridedValues(const StridedRowsTraits& traits, StridedRowsPlan* plan) {
-  const int columns = 1 << plan->column_bits;
-  plan->values = columns * traits.pack * traits.values;
-  const int groups = plan->threads / std::max(columns, internal::kWarpSize);
+  plan->values = plan->columns * traits.pack * traits.values;
+  const int groups = plan->threads / std::max(plan->columns, internal::kWarpSize);
   plan->exchange = (groups + (plan->cluster > 1 ? 2 * plan->cluster : 0)) * plan->values;
   const int64_t sums = plan->share * traits.sums * plan->SumCopies();
   plan->holds_sums = sums * traits.value_bytes <= kMostSumBytes;
@@ -765,76 +759,177 @@ inline void SetStridedValues(const StridedRowsTraits& traits, StridedRowsPlan* p
       traits.inputs * plan->input_bytes + static_cast<int>(values) * traits.value_bytes;
 }
 
-// Plans StridedRowsKernel for threads that read global memory. Short rows stay in the L1 cache
-// between passes.
-inline StridedRowsPlan PlanDirectRows(const StridedRowsTraits& traits, const RowsProblem& problem,
-                                      const RowsDevice& device) {
+// A plan without tiles. A block has `columns` packs of neighbouring rows: a power of two.
+inline StridedRowsPlan PlanStridedColumns(const RowsProblem& problem, int pack, int64_t columns,
+                                          int64_t threads) {
   StridedRowsPlan plan{};
   plan.outer = problem.outer;
   plan.n = problem.n;
   plan.inner = problem.inner;
-  plan.outers = plan.cluster = plan.splits = 1;
+  plan.outers = plan.cluster = plan.splits = plan.tiles = 1;
+  plan.threads = static_cast<int>(threads);
+  plan.columns = plan.width = static_cast<int>(columns);
+  const int64_t packs = problem.outer * (problem.inner / pack);
+  plan.units = (packs + columns - 1) / columns;
+  return plan;
+}
+
+// Sets which elements of a row a block has.
+inline void ShareRows(const StridedRowsTraits& traits, StridedRowsPlan* plan) {
+  const int blocks = plan->splits * plan->cluster;
+  plan->share = (plan->n + blocks - 1) / blocks;
+  plan->part = static_cast<int>(std::min(plan->share, int64_t{1} << 30));
+  SetStridedValues(traits, plan);
+}
+
+// The longest rows that threads read from global memory in each pass, if the program has reductions
+// and the elements are not float64.
+inline constexpr int kMostGlobalElements = 12;
+
+// Plans StridedRowsKernel for threads that read global memory in each pass.
+inline StridedRowsPlan PlanStridedGlobal(const StridedRowsTraits& traits,
+                                         const RowsProblem& problem, const RowsDevice& device) {
   const int64_t packs = problem.outer * (problem.inner / traits.pack), n = problem.n;
   const int64_t wanted = 128 * int64_t{device.multiprocessors};  // threads
   // Threads share a row if it is long, or if there are few rows.
-  int along = 1;
-  plan.threads = 128;
+  int along = 1, threads = 128;
   if (!traits.has_reductions) {
     const int64_t columns = std::min<int64_t>(problem.inner / traits.pack, internal::kWarpSize);
-    while (plan.threads / (2 * along) >= columns && n >= 16 * along) along *= 2;
+    while (threads / (2 * along) >= columns && n >= 16 * along) along *= 2;
   } else {
     const auto are_few = [&] { return packs * along < wanted; };
-    while (along < plan.threads &&
-           ((n > 16 * along && plan.threads / along > 4) || (n >= 8 * along && are_few()))) {
+    while (along < threads &&
+           ((n > 16 * along && threads / along > 4) || (n >= 8 * along && are_few()))) {
       along *= 2;
     }
-    while (plan.threads > internal::kWarpSize && plan.threads / 2 >= along &&
-           packs * along < wanted / 128 * plan.threads) {
-      plan.threads /= 2;
+    while (threads > internal::kWarpSize && threads / 2 >= along &&
+           packs * along < wanted / 128 * threads) {
+      threads /= 2;
     }
-    while (along < plan.threads && plan.threads / along >= 2 * packs) along *= 2;
+    while (along < threads && threads / along >= 2 * packs) along *= 2;
   }
-  while (along << plan.column_bits < plan.threads) ++plan.column_bits;
-  plan.width = 1 << plan.column_bits;
-  plan.tiles = 1;
-  plan.units = (packs + plan.width - 1) / plan.width;
+  StridedRowsPlan plan = PlanStridedColumns(problem, traits.pack, threads / along, threads);
   if (!traits.has_reductions) {  // blocks may share rows
     const int64_t most = (n + 8 * along - 1) / (8 * along);
     const int64_t blocks = 8 * int64_t{device.multiprocessors};
     plan.splits = static_cast<int>(
         std::max<int64_t>(std::min(most, (blocks + plan.units - 1) / plan.units), 1));
   }
-  plan.share = (n + plan.splits - 1) / plan.splits;
-  plan.part = static_cast<int>(std::min(plan.share, int64_t{1} << 30));
-  SetStridedValues(traits, &plan);
+  ShareRows(traits, &plan);
   return plan;
 }
 
-// Plans StridedRowsKernel for tiles of `width` packs of rows. If a tile has all of inner, `outers`
-// is how many values of outer it has, otherwise 0. `addresses` are those of the inputs, combined by
-// or.
-inline StridedRowsPlan StridedRowsPlanOf(const StridedRowsTraits& traits,
-                                         const RowsProblem& problem, const RowsDevice& device,
-                                         uint64_t addresses, int64_t width, int64_t outers,
-                                         int cluster, int threads) {
-  // Rows that do not fit otherwise may take all of a multiprocessor's shared memory.
-  const int64_t most = device.shared_bytes - (16 << 10) - (traits.sums > 0 ? kMostSumBytes : 0);
+// Plans StridedRowsKernel for rows in registers. There are no threads if these are not the best
+// place: rows are too long, or the array is large. Measured on an H200 for 90 shapes, against tiles
+// and global memory: 1.15 to 1.5 times as fast in the mean of all arrays of any size up to
+// kMostHeldElements, 0.9 times and less beyond.
+inline StridedRowsPlan PlanStridedHeld(const StridedRowsTraits& traits, const RowsProblem& problem,
+                                       const RowsDevice& device) {
+  constexpr int kSector = 32;
+  constexpr int64_t kMostHeldElements = 1 << 20;
+  const int64_t packs = problem.outer * (problem.inner / traits.pack), n = problem.n;
+  if (packs * traits.pack * n > kMostHeldElements) return {};
+  const int64_t sector = std::max(kSector / (traits.pack * traits.element_bytes), 1);
+  const int64_t processors = device.multiprocessors;
+  int64_t along = 1;
+  while (along < kStridedThreads && n > traits.held * along) along *= 2;
+  int64_t least = 1;  // columns
+  while (least < sector && least < packs) least *= 2;
+  if (n > traits.held * along || along * least > kStridedThreads) return {};
+  // If there are few rows, more threads share them, and blocks are small.
+  while (2 * along * least <= kStridedThreads && n >= 2 * along &&
+         packs * along < 256 * processors) {
+    along *= 2;
+  }
+  int64_t threads = kStridedThreads;
+  while (threads > internal::kWarpSize && threads / 2 >= along * least &&
+         packs * along < 2 * processors * threads) {
+    threads /= 2;
+  }
+  StridedRowsPlan plan = PlanStridedColumns(problem, traits.pack, threads / along, threads);
+  ShareRows(traits, &plan);
+  return plan;
+}
+
+// Whether a program without outputs is faster if it reads rows in parts. Measured on an H200 for 70
+// shapes: logsumexp takes 17 us instead of 28 for f32 64 x 768 x 196, 27 instead of 71 for bf16 1 x
+// 100000 x 64, but 115 instead of 42 for f32 64 x 100 x 3136.
+inline bool PrefersStridedParts(const RowsProblem& problem) {
+  const bool is_large = problem.rows() * problem.n >= 3 << 19;
+  return problem.inner >= 8 && problem.n >= (is_large ? 256 : 16384);
+}
+
+// Plans StridedRowsKernel for programs without outputs, which read rows in parts.
+inline StridedRowsPlan PlanStridedParts(const StridedRowsTraits& traits, const RowsProblem& problem,
+                                        const RowsDevice& device) {
+  constexpr int kLine = 128, kSector = 32;
+  const int64_t packs = problem.outer * (problem.inner / traits.pack), n = problem.n;
+  const int64_t pack_bytes = int64_t{traits.pack} * traits.element_bytes;
+  const int64_t processors = device.multiprocessors;
+  int64_t columns = std::max<int64_t>(kLine / pack_bytes, 1);
+  while (columns > 1 && columns / 2 >= packs) columns /= 2;
+  // Less than a sector only if there would be few blocks, with up to eight for each row.
+  const auto are_few = [&] {
+    return columns * pack_bytes > kSector ? packs < 2 * processors * columns
+                                          : 8 * packs < processors * columns;
+  };
+  while (columns > 1 && are_few()) columns /= 2;
+  StridedRowsPlan plan = PlanStridedColumns(problem, traits.pack, columns, kStridedThreads);
+  const int64_t along = kStridedThreads / columns;
+  // The blocks of a cluster share rows if there are few of them.
+  while (device.has_clusters && plan.cluster < 8 && n >= 16 * along * plan.cluster &&
+         plan.units * plan.cluster < 2 * processors) {
+    plan.cluster *= 2;
+  }
+  ShareRows(traits, &plan);
+  return plan;
+}
+
+// The most shared memory of a block for elements. The rest is for what threads exchange, and for
+// sums over rows.
+inline int64_t MostStridedBytes(const StridedRowsTraits& traits, const RowsDevice& device) {
+  return device.shared_bytes - (16 << 10) - (traits.sums > 0 ? kMostSumBytes : 0);
+}
+
+// Whether tiles of `width` packs begin at multiples of 16 or 8 bytes, and end there. `addresses`
+// are those of the inputs, combined by or.
+inline uint64_t StridedPlaces(const StridedRowsTraits& traits, const RowsProblem& problem,
+                              uint64_t addresses, int64_t width) {
   const int64_t row_bytes = width * traits.pack * traits.element_bytes;
+  return addresses | static_cast<uint64_t>(problem.inner * traits.element_bytes | row_bytes);
+}
+
+// Bytes from an element of a row to the next, in shared memory. Rows of a tile that does not have
+// all of inner get a gap, so that copies of 16 bytes do not overlap, and the pitch keeps their
+// offsets from multiples of 16 bytes. If all begin and end at multiples of 8 bytes, they need no
+// gap.
+inline int64_t StridedPitch(const StridedRowsTraits& traits, const RowsProblem& problem,
+                            uint64_t addresses, int64_t width, bool is_flat) {
   const int64_t inner_bytes = problem.inner * traits.element_bytes;
+  if (is_flat) return inner_bytes;
+  int64_t bytes = width * traits.pack * traits.element_bytes;
+  if (StridedPlaces(traits, problem, addresses, width) % 8 != 0) {
+    bytes += kPackBytes - traits.element_bytes;
+    bytes += ((inner_bytes - bytes) % kPackBytes + kPackBytes) % kPackBytes;
+  }
+  return bytes;
+}
+
+// Plans StridedRowsKernel for tiles of `width` packs of rows. If a tile has all of inner, `outers`
+// is how many values of outer it has, otherwise 0.
+inline StridedRowsPlan StridedTilesOf(const StridedRowsTraits& traits, const RowsProblem& problem,
+                                      const RowsDevice& device, uint64_t addresses, int64_t width,
+                                      int64_t outers, int cluster, int threads) {
+  const int64_t most = MostStridedBytes(traits, device);
+  const int64_t row_bytes = width * traits.pack * traits.element_bytes;
   StridedRowsPlan plan{};
   plan.outer = problem.outer;
   plan.n = problem.n;
   plan.inner = problem.inner;
   plan.is_flat = outers > 0;
-  // Rows get a gap, so that copies of 16 bytes do not overlap, and the pitch keeps their offsets
-  // from multiples of 16 bytes. Rows that begin and end at multiples of 16 or 8 bytes need no gap.
-  const uint64_t places = addresses | static_cast<uint64_t>(inner_bytes | row_bytes);
+  const uint64_t places = StridedPlaces(traits, problem, addresses, width);
   plan.copy_bytes = places % kPackBytes != 0 && places % 8 == 0 ? 8 : kPackBytes;
-  int64_t pitch_bytes = plan.is_flat ? inner_bytes : row_bytes;
-  if (!plan.is_flat && places % 8 != 0) {
-    pitch_bytes += kPackBytes - traits.element_bytes;
-    pitch_bytes += ((inner_bytes - pitch_bytes) % kPackBytes + kPackBytes) % kPackBytes;
-  }
+  const int64_t pitch_bytes = StridedPitch(traits, problem, addresses, width, plan.is_flat);
   plan.pitch = static_cast<int>(pitch_bytes / traits.element_bytes);
   plan.outers = static_cast<int>(std::max<int64_t>(outers, 1));
   plan.width = static_cast<int>(width);
@@ -847,22 +942,23 @@ inline StridedRowsPlan StridedRowsPlanOf(const StridedRowsTraits& traits,
   const int64_t each = pitch_bytes * std::max<int64_t>(outers, 1) * traits.inputs;
   const int64_t part = plan.share * each <= most ? plan.share : most / 2 / each;
   plan.part = static_cast<int>(std::max<int64_t>(part, 1));
-  while (1 << plan.column_bits < width) ++plan.column_bits;
-  const int columns = 1 << plan.column_bits;
-  plan.threads = std::max({columns, internal::kWarpSize, threads});
-  while (1 << plan.copy_bits < plan.threads && plan.copy_bytes << plan.copy_bits < row_bytes) {
-    ++plan.copy_bits;
-  }
+  constexpr int kWarp = internal::kWarpSize;
+  plan.columns = 1;
+  while (plan.columns < kWarp && plan.columns < width) plan.columns *= 2;
+  if (width > kWarp) plan.columns = static_cast<int>((width + kWarp - 1) / kWarp * kWarp);
+  plan.threads = std::max({threads - threads % plan.columns, plan.columns, kWarp});
+  while (plan.copy_bits < 5 && plan.copy_bytes << plan.copy_bits < row_bytes) ++plan.copy_bits;
   const int64_t data = plan.part * pitch_bytes * plan.outers + 2 * kPackBytes;
   plan.input_bytes = static_cast<int>((data + kPackBytes - 1) / kPackBytes * kPackBytes);
   SetStridedValues(traits, &plan);
   return plan;
 }
 
-// Plans StridedRowsKernel. Measured on an H200, for softmax, its gradient and layer norm in tiles
-// of 32 bytes to 1 KB of a row, clusters of up to 8 blocks, and blocks of 64 to 256 threads.
-inline StridedRowsPlan PlanStridedRows(const StridedRowsTraits& traits, const RowsProblem& problem,
-                                       const RowsDevice& device, uint64_t addresses) {
+// Plans StridedRowsKernel for tiles. Measured on an H200, for softmax, its gradient and layer norm
+// in tiles of 32 bytes to 1 KB of a row, clusters of up to 8 blocks, and blocks of 64 to 256
+// threads.
+inline StridedRowsPlan PlanStridedTiles(const StridedRowsTraits& traits, const RowsProblem& problem,
+                                        const RowsDevice& device, uint64_t addresses) {
   constexpr int kMostCluster = 8, kLine = 128, kSector = 32;
   constexpr int64_t kLeastBytes = 24 << 10;  // of a block, if there are enough rows
   const int64_t pack_bytes = int64_t{traits.pack} * traits.element_bytes;
@@ -893,7 +989,26 @@ inline StridedRowsPlan PlanStridedRows(const StridedRowsTraits& traits, const Ro
          4 * tiles(width) * width > 5 * packs) {
     width /= 2;
   }
-  const bool is_odd = packs * pack_bytes % 4 != 0;
+  const bool is_odd = packs * pack_bytes % 4 != 0 && packs <= kStridedThreads &&
+                      bytes(packs) <= most_cluster * most_bytes;
+  // The shared memory that a block of a cluster needs for its elements.
+  const auto held_bytes = [&](int64_t width, int64_t cluster) {
+    const int64_t pitch =
+        StridedPitch(traits, problem, addresses, std::min(width, packs), width >= packs || is_odd);
+    return (n + cluster - 1) / cluster * pitch * traits.inputs;
+  };
+  const int64_t most_held = MostStridedBytes(traits, device);
+  // Tiles are narrower, even than a sector, if only then a cluster holds them; if possible, so
+  // narrow that a multiprocessor has two blocks.
+  if (held_bytes(width, most_cluster) > most_held && !is_odd) {
+    for (const int64_t most : {most_held / 2, most_held}) {
+      int64_t narrow = std::min(width, packs) / 2;
+      while (narrow > 1 && held_bytes(narrow, most_cluster) > most) narrow /= 2;
+      if (narrow == 0 || held_bytes(narrow, most_cluster) > most) continue;
+      width = narrow;
+      break;
+    }
+  }
   if (packs <= width) {
     outers = 1;
     while (2 * outers * packs <= most_width && 2 * outers * bytes(packs) <= kLeastBytes &&
@@ -901,14 +1016,14 @@ inline StridedRowsPlan PlanStridedRows(const StridedRowsTraits& traits, const Ro
       outers *= 2;
     }
     width = packs * outers;
-  } else if (is_odd && packs <= kStridedThreads && bytes(packs) <= most_cluster * most_bytes) {
+  } else if (is_odd) {
     outers = 1;  // there is shared memory for the sums: a block has at most 8,192 packs
     width = packs;
   }
   const int64_t units = outers > 0 ? (outer + outers - 1) / outers : outer * tiles(width);
   int64_t cluster = 1;
   while (outers <= 1 && cluster < most_cluster &&
-         (bytes(width) > cluster * most_bytes ||
+         (bytes(width) > cluster * most_bytes || held_bytes(width, cluster) > most_held ||
           (2 * units * cluster <= processors && bytes(width) > cluster * (8 << 10)))) {
     cluster *= 2;
   }
@@ -916,16 +1031,20 @@ inline StridedRowsPlan PlanStridedRows(const StridedRowsTraits& traits, const Ro
   // short, it has whole rows.
   const int64_t blocks = units * cluster, block_packs = (n * width + cluster - 1) / cluster;
   const int64_t least_packs = blocks <= processors ? 2 : blocks <= 2 * processors ? 4 : 8;
+  // Blocks that hold their rows in most of a multiprocessor's shared memory have more threads.
+  const int64_t block_bytes = outers > 1 ? 0 : held_bytes(width, cluster);
+  const bool is_alone = block_bytes > device.shared_bytes / 2 && block_bytes <= most_held;
+  const int most_threads = is_alone ? kMostStridedThreads : kStridedThreads;
   int threads = 2 * internal::kWarpSize;
   if (n > 32 || blocks <= 2 * processors) {
-    while (threads < kStridedThreads && (256 * threads < block_packs * all_bytes ||
-                                         (2 * threads * least_packs <= block_packs &&
-                                          2 * threads * blocks <= 512 * processors))) {
+    while (threads < most_threads && (256 * threads < block_packs * all_bytes ||
+                                      (2 * threads * least_packs <= block_packs &&
+                                       2 * threads * blocks <= 512 * processors))) {
       threads *= 2;
     }
   }
-  return StridedRowsPlanOf(traits, problem, device, addresses, width, outers,
-                           static_cast<int>(cluster), threads);
+  return StridedTilesOf(traits, problem, device, addresses, width, outers,
+                        static_cast<int>(cluster), threads);
 }
 
 // Launches the kernel for rows that are not contiguous, or that have 2^30 elements or more. If
@@ -944,13 +1063,7 @@ cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem
   for (int a = 0; a < Program::kInputs; ++a) {
     addresses |= reinterpret_cast<uintptr_t>(program.in[a]);
   }
-  const auto launch = [&](auto pack, auto direct) {
-    constexpr int kRows = decltype(pack)::value;
-    constexpr bool kIsDirect = decltype(direct)::value;
-    const auto kernel = StridedRowsKernel<Program, kRows, kIsDirect>;
-    constexpr StridedRowsTraits kTraits = StridedRowsBody<Program, kRows, kIsDirect>::kTraits;
-    StridedRowsPlan plan = kIsDirect ? PlanDirectRows(kTraits, problem, device)
-                                     : PlanStridedRows(kTraits, problem, device, addresses);
+  const auto launch = [&](auto kernel, StridedRowsPlan plan) {
     plan.teams = std::min(plan.units, int64_t{1} << 27);
     if (parts == nullptr) {
       status = AllowSharedMemory(reinterpret_cast<const void*>(kernel), device);
@@ -963,21 +1076,39 @@ cudaError_t LaunchStridedRows(const Program& program, const RowsProblem& problem
     }
     if (status != cudaSuccess) return status;
     cudaLaunchAttribute attribute{};
-    const cudaLaunchConfig_t config =
-        ClusterConfig(plan.teams * plan.cluster * plan.splits, plan.threads, plan.cluster,
-                      plan.shared_bytes, &attribute, stream);
+    cudaLaunchConfig_t config = ClusterConfig(plan.teams * plan.cluster * plan.splits, plan.threads,
+                                              plan.cluster, plan.shared_bytes, &attribute, stream);
+    config.blockDim = dim3(plan.columns, plan.threads / plan.columns);
     return cudaLaunchKernelEx(&config, kernel, program, plan);
   };
-  const auto launch_packs = [&](auto direct) {
-    return is_packed ? launch(std::integral_constant<int, kPack>(), direct)
-                     : launch(std::integral_constant<int, 1>(), direct);
-  };
-  if constexpr (Program::kReductions > 0 && !kIsDouble<T>) {
-    if (!IsDirect(StridedRowsBody<Program, 1, false>::kTraits, problem.n)) {
-      return launch_packs(std::false_type());
+  const auto launch_packs = [&](auto pack) {
+    using Kind = StridedRows;
+    constexpr StridedRowsTraits kTraits =
+        StridedRowsBody<Program, decltype(pack)::value, Kind::kGlobal>::kTraits;
+    const auto launch_kind = [&](auto kind, const StridedRowsPlan& plan) {
+      return launch(StridedRowsKernel<Program, decltype(pack)::value, decltype(kind)::value>, plan);
+    };
+    if constexpr (Program::kReductions > 0 && !kIsDouble<T>) {
+      const StridedRowsPlan held = PlanStridedHeld(kTraits, problem, device);
+      if (held.threads > 0) {
+        return launch_kind(std::integral_constant<Kind, Kind::kHeld>(), held);
+      }
+      if constexpr (Program::kOutputs == 0) {
+        if (PrefersStridedParts(problem)) {
+          return launch_kind(std::integral_constant<Kind, Kind::kParts>(),
+                             PlanStridedParts(kTraits, problem, device));
+        }
+      }
+      if (problem.n > kMostGlobalElements) {
+        return launch_kind(std::integral_constant<Kind, Kind::kTile>(),
+                           PlanStridedTiles(kTraits, problem, device, addresses));
+      }
     }
-  }
-  return launch_packs(std::true_type());
+    return launch_kind(std::integral_constant<Kind, Kind::kGlobal>(),
+                       PlanStridedGlobal(kTraits, problem, device));
+  };
+  return is_packed ? launch_packs(std::integral_constant<int, kPack>())
+                   : launch_packs(std::integral_constant<int, 1>());
 }
 
 template <typename Program>

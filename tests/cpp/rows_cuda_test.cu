@@ -788,6 +788,7 @@ int64_t TestStridedPlans() {
     const int pack = std::min(1 << random() % 3, std::min(16 / bytes, 4));
     const StridedRowsTraits traits{inputs,
                                    bytes,
+                                   4 << random() % 2,
                                    pack,
                                    1 + static_cast<int>(random() % 2),
                                    std::max(bytes, 4),
@@ -800,36 +801,54 @@ int64_t TestStridedPlans() {
                                   {84, 99 << 10, false}};
     const RowsDevice device = devices[random() % 4];
     const uint64_t address = static_cast<uint64_t>(pack * bytes) * (random() % 8);
-    const bool is_direct = IsDirect(traits, p.n);
-    const StridedRowsPlan plan =
-        is_direct ? PlanDirectRows(traits, p, device) : PlanStridedRows(traits, p, device, address);
-    const int columns = 1 << plan.column_bits;
-    const int64_t inner_packs = p.inner / pack, row_bytes = int64_t{plan.width} * pack * bytes;
-    bool is_right = plan.width >= 1 && plan.width <= columns && columns <= plan.threads &&
-                    plan.threads % 32 == 0 && plan.threads <= kStridedThreads && plan.part >= 1 &&
-                    plan.cluster >= 1 && plan.share * plan.cluster * plan.splits >= p.n &&
-                    plan.shared_bytes + (1 << 10) <= device.shared_bytes &&
-                    (plan.SumCopies() == 1 || traits.sums == 0 || plan.holds_sums);
-    if (is_direct) {
-      is_right &= plan.width == columns && plan.units * plan.width >= p.outer * inner_packs &&
-                  (plan.splits == 1 || !traits.has_reductions) && plan.cluster == 1 &&
-                  plan.input_bytes == 0;
-    } else if (plan.is_flat) {
-      is_right &= plan.width == plan.outers * inner_packs && plan.units * plan.outers >= p.outer &&
-                  plan.pitch == p.inner &&
-                  (plan.outers == 1 || (plan.cluster == 1 && plan.part == p.n)) &&
-                  plan.input_bytes >= plan.part * plan.outers * p.inner * bytes + 14;
-    } else {
-      const bool is_aligned =
-          (address | static_cast<uint64_t>(row_bytes | (p.inner * bytes))) % 8 == 0;
+    const int64_t inner_packs = p.inner / pack;
+    const auto check = [&](const StridedRowsPlan& plan, bool is_tile) {
+      const int64_t row_bytes = int64_t{plan.width} * pack * bytes;
+      bool is_right = plan.width >= 1 && plan.width <= plan.columns &&
+                      plan.columns <= plan.threads && plan.threads % plan.columns == 0 &&
+                      plan.threads % 32 == 0 && plan.threads <= kMostStridedThreads &&
+                      plan.part >= 1 && plan.cluster >= 1 &&
+                      plan.share * plan.cluster * plan.splits >= p.n &&
+                      plan.shared_bytes + (1 << 10) <= device.shared_bytes &&
+                      (plan.columns % 32 == 0 || (plan.columns & (plan.columns - 1)) == 0) &&
+                      (plan.cluster == 1 || device.has_clusters) &&
+                      (plan.SumCopies() == 1 || traits.sums == 0 || plan.holds_sums);
+      if (!is_tile) {
+        is_right &= plan.width == plan.columns && plan.threads <= kStridedThreads &&
+                    plan.units * plan.width >= p.outer * inner_packs && plan.input_bytes == 0;
+      } else if (plan.is_flat) {
+        is_right &= plan.width == plan.outers * inner_packs &&
+                    plan.units * plan.outers >= p.outer && plan.pitch == p.inner &&
+                    (plan.outers == 1 || (plan.cluster == 1 && plan.part == p.n)) &&
+                    plan.input_bytes >= plan.part * plan.outers * p.inner * bytes + 14;
+      } else {
+        const bool is_aligned =
+            (address | static_cast<uint64_t>(row_bytes | (p.inner * bytes))) % 8 == 0;
+        is_right &=
+            plan.outers == 1 && plan.tiles * plan.width >= inner_packs &&
+            plan.units == p.outer * plan.tiles &&
+            (plan.pitch * bytes - p.inner * bytes) % (is_aligned ? 8 : 16) == 0 &&
+            plan.pitch * bytes >= row_bytes + (is_aligned ? 0 : 16 - bytes) &&
+            plan.input_bytes >= int64_t{plan.part} * plan.pitch * bytes + (is_aligned ? 0 : 30);
+      }
+      return is_right;
+    };
+    const StridedRowsPlan global = PlanStridedGlobal(traits, p, device);
+    bool is_right = check(global, false) && global.cluster == 1 &&
+                    (global.splits == 1 || !traits.has_reductions);
+    if (traits.has_reductions) {
+      const StridedRowsPlan held = PlanStridedHeld(traits, p, device);
       is_right &=
-          plan.outers == 1 && plan.tiles * plan.width >= inner_packs &&
-          plan.units == p.outer * plan.tiles &&
-          (plan.pitch * bytes - p.inner * bytes) % (is_aligned ? 8 : 16) == 0 &&
-          plan.pitch * bytes >= row_bytes + (is_aligned ? 0 : 16 - bytes) &&
-          plan.input_bytes >= int64_t{plan.part} * plan.pitch * bytes + (is_aligned ? 0 : 30);
+          held.threads == 0 || (check(held, false) && held.cluster == 1 && held.splits == 1 &&
+                                held.threads / held.columns * traits.held >= p.n);
+      const StridedRowsPlan parts = PlanStridedParts(traits, p, device);
+      is_right &= traits.sums > 0 || (check(parts, false) && parts.splits == 1);
     }
-    if (!is_direct) is_right &= plan.splits == 1 && (plan.cluster == 1 || device.has_clusters);
+    const StridedRowsPlan plan = PlanStridedTiles(traits, p, device, address);
+    is_right &= check(plan, true) && plan.splits == 1;
+    // Tiles that are narrower than a sector are held, and so are those in large blocks.
+    const bool has_sectors = plan.width * pack * bytes >= 32 || plan.width >= inner_packs;
+    is_right &= (has_sectors && plan.threads <= kStridedThreads) || plan.part == plan.share;
     ++plans;
     if (is_right || ++failures > 4) continue;
     std::fprintf(stderr,
@@ -879,7 +898,8 @@ int main(int argc, char** argv) {
   // Rows whose elements are strided.
   std::vector<RowsProblem> strided = {{3, 5, 7},    {2, 33, 64},   {1, 1000, 24}, {40, 12, 2},
                                       {2, 300, 40}, {1, 3000, 16}, {5, 1, 9},     {1, 64, 515},
-                                      {900, 3, 4},  {4, 768, 49},  {1, 41, 251},  {2, 768, 196}};
+                                      {900, 3, 4},  {4, 768, 49},  {1, 41, 251},  {2, 768, 196},
+                                      {1, 20000, 8}};
   if (!brief) {
     // Rows that a cluster holds, and rows that are too long for one. More tiles than parts of sums,
     // of blocks and of clusters. Several values of outer in a tile. Copies of 16 bytes with gaps,
@@ -898,7 +918,22 @@ int main(int argc, char** argv) {
                                    {1, 20001, 33},
                                    {1, 20001, 34},
                                    {150, 13, 250},
-                                   {3, 35, 255}});
+                                   {3, 35, 255},
+                                   // Too large for registers: tiles, and global memory.
+                                   {30001, 20, 3},
+                                   {600, 13, 250},
+                                   {40, 35, 1001},
+                                   {61, 259, 135},
+                                   {9, 70, 2048},
+                                   {9001, 10, 16},
+                                   {60001, 7, 3},
+                                   // Without outputs: in parts.
+                                   {3, 600, 1000},
+                                   {2, 1500, 701},
+                                   {1, 400000, 9},
+                                   // Narrow tiles in large blocks.
+                                   {2, 50000, 16},
+                                   {1, 90000, 40}});
   }
   for (const RowsProblem& p : strided) {
     if (!wanted("strided")) break;
