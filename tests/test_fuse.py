@@ -1427,7 +1427,7 @@ def rows_of_loops(x, c):
 
 
 @pytest.mark.parametrize("f", one_in(3, [stacks, loops, rows_of_loops]))
-@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize("partial", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_short_stacks_and_short_loops(f, partial):
     args = normals(3, 67), jnp.asarray([0.5, -0.75, 1.25])
     fused = jof.fuse(f, partial=partial)
