@@ -416,12 +416,15 @@ def parts_of_sums(platform: str, rows: Any, n: Any) -> int:
     return min(rows + more, parts) if isinstance(rows, int) else parts
 
 
-def parts_of_strided_sums(rows: Any, n: Any, itemsize: int) -> int:
-    """The most parts on a GPU of sums over rows of `n` elements that are not contiguous.
+def parts_of_strided_sums(platform: str, rows: Any, n: Any, itemsize: int) -> int:
+    """The most parts of sums over rows of `n` elements that are not contiguous.
 
-    Blocks are small then, so there are several for each multiprocessor; fewer for few rows, which
-    have few tiles, and for long rows.
+    On a GPU: blocks are small then, so there are several for each multiprocessor; fewer for few
+    rows, which have few tiles, and for long rows. On a CPU: parts have at least 64 rows, which are
+    processed together.
     """
+    if platform == "cpu":
+        return parts_of_sums(platform, max(1, rows // 64) if isinstance(rows, int) else rows, n)
     parts = max(16, min(1584, 2**22 // n)) if isinstance(n, int) else 272
     return min(rows, max(16, min(parts, rows * itemsize // 32))) if isinstance(rows, int) else parts
 

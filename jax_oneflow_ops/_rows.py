@@ -587,22 +587,9 @@ def _has_kernel(platform: str, x: jax.Array, axis: int) -> bool:
 _norm_in_jnp = _without_statistics(_reference.norm)
 
 
-def _problem(platform: str, x: jax.Array, axis: int) -> tuple[Sequence[Any], Function, Function]:
-    """The shape (outer, n, inner) of the arrays of a call, and functions to it and back.
-
-    Kernels for CPUs need rows along the last axis, so that inner is 1. Others are transposed.
-    """
-    outer, n, inner = math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
-    if platform == "cpu" and inner != 1:
-        problem: tuple[Any, ...] = outer * inner, n, 1
-        moved = *x.shape[:axis], *x.shape[axis + 1 :], n
-        return (
-            problem,
-            lambda a: jnp.moveaxis(a, axis, -1).reshape(problem),
-            lambda a: jnp.moveaxis(a.reshape(moved), -1, axis),
-        )
-    problem = outer, n, inner
-    return problem, lambda a: a.reshape(problem), lambda a: a.reshape(x.shape)
+def _problem(x: jax.Array, axis: int) -> tuple[Any, Any, Any]:
+    """The shape (outer, n, inner) of the arrays of a call."""
+    return math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
 
 
 def _norm_native(
@@ -619,23 +606,22 @@ def _norm_native(
         return _norm_in_jnp(
             *(x, *operands), axis=axis, center=center, epsilon=epsilon, given=given, keeps=keeps
         )
-    problem, to_rows, from_rows = _problem(platform, x, axis)
-    outer, _, inner = problem
+    problem = outer, _, inner = _problem(x, axis)
     residual, scale, bias = _reference.spread(operands, given)
     no_rows, no_vector = jnp.zeros((0, 0, 0), x.dtype), jnp.zeros((0,), x.dtype)
     y = jax.ShapeDtypeStruct(problem, x.dtype)
     total = y if given[0] else _absent(y)
     kept = jax.ShapeDtypeStruct((outer, inner, 3), _reference.row_dtype(x.dtype))
     results = jax.ffi.ffi_call("jof_norm", [y, total, kept if keeps else _absent(kept)])(
-        to_rows(x),
-        no_rows if residual is None else to_rows(residual),
+        x.reshape(problem),
+        no_rows if residual is None else residual.reshape(problem),
         no_vector if scale is None else scale,
         no_vector if bias is None else bias,
         center=center,
         epsilon=np.float64(epsilon),
     )
     *arrays, stats = results
-    arrays = [*map(from_rows, arrays[: 1 + given[0]])]
+    arrays = [array.reshape(x.shape) for array in arrays[: 1 + given[0]]]
     of_rows = *x.shape[:axis], *x.shape[axis + 1 :], 3
     return [*arrays, stats.reshape(of_rows)] if keeps else arrays
 
@@ -660,27 +646,26 @@ def _norm_vjp_native(
             given=given,
             wanted=wanted,
         )
-    problem, to_rows, from_rows = _problem(platform, x, axis)
-    outer, n, inner = problem
+    problem = outer, n, inner = _problem(x, axis)
     dtype = _reference.row_dtype(x.dtype)
     scale, dy, of_sum = _reference.spread(operands, given)
     no_rows, no_vector = jnp.zeros((0, 0, 0), x.dtype), jnp.zeros((0,), x.dtype)
     if isinstance(inner, int) and inner == 1:
         parts = _primitive.parts_of_sums(platform, outer, n)
     else:
-        parts = _primitive.parts_of_strided_sums(outer * inner, n, x.dtype.itemsize)
+        parts = _primitive.parts_of_strided_sums(platform, outer * inner, n, x.dtype.itemsize)
     types = [jax.ShapeDtypeStruct(problem, x.dtype)]
     types += [jax.ShapeDtypeStruct((n if w else 0,), dtype) for w in wanted]
     types.append(jax.ShapeDtypeStruct((parts, sum(wanted), n), dtype))
     dx, dscale, dbias, _ = jax.ffi.ffi_call("jof_norm_vjp", types)(
-        to_rows(x),
+        x.reshape(problem),
         stats.reshape(outer, inner, 3),
-        to_rows(dy),
-        no_rows if of_sum is None else to_rows(of_sum),
+        dy.reshape(problem),
+        no_rows if of_sum is None else of_sum.reshape(problem),
         no_vector if scale is None else scale,
         center=center,
     )
-    return [from_rows(dx), *_some([dscale, dbias], wanted)]
+    return [dx.reshape(x.shape), *_some([dscale, dbias], wanted)]
 
 
 def _of_kinds(params: dict[str, Any]) -> dict[str, Any]:

@@ -753,7 +753,7 @@ def test_norms_along_axes_of_symbolic_sizes(axis):
 @pytest.mark.parametrize("implementation", ["native", "xla"])
 @pytest.mark.parametrize("axis", AXES_OF_NORMS, ids=str)
 def test_transpositions_in_norms(axis, implementation, platform):
-    """Axes that are adjacent and in order need none, except in kernels for CPUs."""
+    """Axes that are adjacent and in order need none."""
     vector = sizes_along(axis)
     shapes = {"x": (3, 4, 5), "residual": (3, 4, 5), "scale": vector, "bias": vector}
     xs = {k: jax.ShapeDtypeStruct(shape, np.float32) for k, shape in shapes.items()}
@@ -764,14 +764,12 @@ def test_transpositions_in_norms(axis, implementation, platform):
         return pull(y)
 
     are_merged = axis not in ((2, 1), (0, 2))
-    is_last = axis in (-1, (1, 2), (0, 1, 2))
     for g, calls in ((f, {"jof_norm": 1}), (gradient, {"jof_norm": 1, "jof_norm_vjp": 1})):
         traced = jax.jit(g).trace(xs)
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert lowered_targets(text) == (calls if implementation == "native" else {})
         assert ("transpose[" not in str(traced.jaxpr)) == are_merged
-        in_kernel_form = implementation == "native" and platform == "cpu" and not is_last
-        assert ("stablehlo.transpose" not in text) == (are_merged and not in_kernel_form)
+        assert ("stablehlo.transpose" not in text) == are_merged
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
@@ -1281,14 +1279,6 @@ NORM = {"center": True, "epsilon": 1e-6}
             {"center": True},
             r"dsum must have shape \(2, 3, 1\)",
         ),
-        pytest.param(
-            "norm",
-            [sds(2, 3, 4), NONE, sds(3), sds(0)],
-            [sds(2, 3, 4), NONE, NONE],
-            NORM,
-            r"x must have shape \(outer, n, 1\)",
-            marks=pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels for CPUs"),
-        ),
     ],
 )
 def test_handlers_check_what_they_are_given(target, operands, results, attributes, message):
@@ -1588,9 +1578,13 @@ def test_how_many_parts_sums_over_strided_rows_have(shape, parts):
     assert f"tensor<{parts}x1x{width}xf32>" in exported.mlir_module()
 
 
-@pytest.mark.parametrize(("rows", "parts"), [(7, 7), (64, 16), (4096, 256), (1 << 20, 1584)])
-def test_few_strided_rows_have_few_parts(rows, parts):
-    assert _primitive.parts_of_strided_sums(rows, 100, 2) == parts
+@pytest.mark.parametrize(
+    ("rows", "on_gpus", "on_cpus"),
+    [(7, 7, 1), (64, 16, 1), (4096, 256, 64), (1 << 20, 1584, 128)],
+)
+def test_few_strided_rows_have_few_parts(rows, on_gpus, on_cpus):
+    assert _primitive.parts_of_strided_sums("cuda", rows, 100, 2) == on_gpus
+    assert _primitive.parts_of_strided_sums("cpu", rows, 100, 2) == on_cpus
 
 
 @pytest.mark.parametrize("axis", [1, 0])

@@ -151,7 +151,7 @@ JOF_INLINE void ForEachColumnGroup(const RowsProblem& p, int64_t begin, int64_t 
 // rows the parts are moved to f64: in f32, a sum of 2^24 equal terms would no longer grow.
 template <typename C>
 struct ColumnSums {
-  static constexpr int64_t kRows = __is_same(C, double) ? 256 : 16;
+  static constexpr int64_t kRows = __is_same(C, double) ? 32 : 16;
   C parts[kColumns];
   double totals[kColumns];
 

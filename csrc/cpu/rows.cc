@@ -386,54 +386,87 @@ void LogSumExpWithVjpRowsOf(const LogSumExpWithVjpCall& call, int64_t begin, int
 
 // ---- norms ----
 
-// Normalizes a group of rows that starts at `row` and whose transposed elements are x, in place.
+// The elements of a row vector one by one, in order.
+template <typename T>
+struct RowVectorReader {
+  RowVector<T> vector;
+  int64_t n;
+  Compute<T> missing;
+  const Compute<T>* block = nullptr;
+
+  RowVectorReader(const void* data, DType type, int64_t n, Compute<T> missing)
+      : vector{data, type == DType::kF32, {}}, n(n), missing(missing) {}
+  JOF_INLINE Compute<T> At(int64_t i) {
+    if (vector.data == nullptr) return missing;
+    const int64_t in_block = i % kRowBlock;
+    if (in_block == 0) block = vector.Read(i, n - i < kRowBlock ? n - i : kRowBlock);
+    return block[in_block];
+  }
+};
+
+// The statistics of a group of rows, one array for each, so that loops over rows are vectorised.
 template <typename T, bool kCenter>
-void NormColumnsOf(const NormCall& call, const RowsProblem& p, int64_t row, T* x) {
+struct ColumnStats {
+  using C = Compute<T>;
+  C centres[kColumns], rests[kColumns], rstds[kColumns];
+
+  JOF_INLINE void Set(int64_t c, const NormStats<T, kCenter>& stats) {
+    centres[c] = stats.centre;
+    rests[c] = stats.rest;
+    rstds[c] = stats.rstd;
+  }
+  JOF_INLINE C Normalized(int64_t c, C x) const {
+    return NormStats<T, kCenter>{centres[c], rests[c], rstds[c]}.Normalized(x);
+  }
+};
+
+// Normalizes a group of rows that starts at `row`. Their first elements are x; the others follow at
+// intervals of `stride`. y may be x.
+template <typename T, bool kCenter>
+void NormColumnsOf(const NormCall& call, int64_t row, int64_t stride, int64_t columns, const T* x,
+                   T* y) {
   using C = Compute<T>;
   using Sum = Moments<T, kCenter>;
+  const int64_t n = call.problem.n;
   BlockOf<T> block;
-  RowVector<T> scale{call.scale, call.scale_type == DType::kF32, {}};
-  RowVector<T> bias{call.bias, call.bias_type == DType::kF32, {}};
-  const C* const scales = call.scale == nullptr ? nullptr : scale.Read(0, p.n);
-  const C* const biases = call.bias == nullptr ? nullptr : bias.Read(0, p.n);
-  C centres[kColumns] = {}, rests[kColumns] = {}, rstds[kColumns];
-  ColumnSums<C> squares;
-  squares.Clear(p.inner);
-  for (int64_t i = 0; kCenter && i < p.n; ++i) {
-    const C* values = block.Read(x + i * p.inner, p.inner);
-    for (int64_t c = 0; c < p.inner; ++c) centres[c] += values[c];
+  RowVectorReader<T> scale(call.scale, call.scale_type, n, C(1));
+  RowVectorReader<T> bias(call.bias, call.bias_type, n, C(-0.0f));  // keeps the sign of zeros
+  ColumnStats<T, kCenter> stats;
+  ColumnSums<C> rests, squares;
+  rests.Clear(columns);
+  for (int64_t i = 0; kCenter && i < n; ++i) {
+    const C* values = block.Read(x + i * stride, columns);
+    for (int64_t c = 0; c < columns; ++c) rests.parts[c] += values[c];
+    rests.EndRow(i, columns);
   }
-  for (int64_t c = 0; c < p.inner; ++c) centres[c] = Sum::Centre(centres[c], C(p.n));
-  for (int64_t i = 0; i < p.n; ++i) {
-    const C* values = block.Read(x + i * p.inner, p.inner);
-    for (int64_t c = 0; c < p.inner; ++c) {
-      const Sums<C> terms = Sum::Term(values[c], centres[c]);
-      rests[c] += terms.first;
+  rests.End(columns);
+  for (int64_t c = 0; c < columns; ++c) stats.centres[c] = Sum::Centre(rests.parts[c], C(n));
+  rests.Clear(columns);
+  squares.Clear(columns);
+  for (int64_t i = 0; i < n; ++i) {
+    const C* values = block.Read(x + i * stride, columns);
+    for (int64_t c = 0; c < columns; ++c) {
+      const Sums<C> terms = Sum::Term(values[c], stats.centres[c]);
+      if (Sum::kHasRest) rests.parts[c] += terms.first;
       squares.parts[c] += terms.second;
     }
-    squares.EndRow(i, p.inner);
+    if (Sum::kHasRest) rests.EndRow(i, columns);
+    squares.EndRow(i, columns);
   }
-  squares.End(p.inner);
-  NormStats<T, kCenter> stats[kColumns];
-  for (int64_t c = 0; c < p.inner; ++c) {
-    const auto state = Sum::Of(centres[c], {rests[c], squares.parts[c]}, C(p.n));
-    stats[c] = NormStats<T, kCenter>::Of(state, static_cast<C>(call.epsilon));
-    // The map reads one array for each statistic, so that it is vectorised.
-    rests[c] = stats[c].rest;
-    rstds[c] = stats[c].rstd;
+  rests.End(columns);
+  squares.End(columns);
+  for (int64_t c = 0; c < columns; ++c) {
+    const auto state = Sum::Of(stats.centres[c], {rests.parts[c], squares.parts[c]}, C(n));
+    const auto of_row = NormStats<T, kCenter>::Of(state, static_cast<C>(call.epsilon));
+    stats.Set(c, of_row);
+    if (call.stats != nullptr) {
+      static_cast<NormStats<T, kCenter>*>(call.stats)[row + c] = of_row;
+    }
   }
-  if (call.stats != nullptr) {
-    auto* all_stats = static_cast<NormStats<T, kCenter>*>(call.stats) + row;
-    for (int64_t c = 0; c < p.inner; ++c) all_stats[c] = stats[c];
-  }
-  for (int64_t i = 0; i < p.n; ++i) {
-    const C s = scales == nullptr ? C(1) : scales[i];
-    const C b = biases == nullptr ? C(-0.0f) : biases[i];  // keeps the sign of zeros
-    MapColumns<T>(block.Read(x + i * p.inner, p.inner), p.inner, x + i * p.inner,
-                  [&](int64_t c, C value) {
-                    const NormStats<T, kCenter> of_row{centres[c], rests[c], rstds[c]};
-                    return of_row.Normalized(value) * s + b;
-                  });
+  for (int64_t i = 0; i < n; ++i) {
+    const C s = scale.At(i), b = bias.At(i);
+    MapColumns<T>(block.Read(x + i * stride, columns), columns, y + i * stride,
+                  [&](int64_t c, C value) { return stats.Normalized(c, value) * s + b; });
   }
 }
 
@@ -446,28 +479,38 @@ void NormRowsOf(const NormCall& call, int64_t begin, int64_t end) {
   RowVector<T> scale{call.scale, call.scale_type == DType::kF32, {}};
   RowVector<T> bias{call.bias, call.bias_type == DType::kF32, {}};
   C results[kRowBlock];
-  // The input of `rows` rows from `row` on. With a residual, writes their sum and returns it.
-  const auto input = [&](int64_t row, int64_t rows) {
-    const T* x = static_cast<const T*>(call.x) + row * n;
+  // The input of `count` elements from `at` on. With a residual, writes their sum and returns it.
+  const auto input = [&](int64_t at, int64_t count) {
+    const T* x = static_cast<const T*>(call.x) + at;
     if (call.residual == nullptr) return x;
-    const T* residual = static_cast<const T*>(call.residual) + row * n;
-    T* sum = static_cast<T*>(call.sum) + row * n;
-    ForEachBlock(rows * n, [&](int64_t i, int64_t m) {
+    const T* residual = static_cast<const T*>(call.residual) + at;
+    T* sum = static_cast<T*>(call.sum) + at;
+    ForEachBlock(count, [&](int64_t i, int64_t m) {
       const C *a = block.Read(x + i, m), *b = residual_block.Read(residual + i, m);
       MapBlock<T>(m, sum + i, results, [=](int64_t j) { return a[j] + b[j]; });
     });
     return static_cast<const T*>(sum);
   };
+  if (const int64_t inner = call.problem.inner; inner > 1) {
+    return ForEachColumnGroup(
+        call.problem, begin, end, [&](int64_t o, int64_t first, int64_t columns) {
+          const int64_t at = o * n * inner + first;
+          for (int64_t i = 1; call.residual != nullptr && i < n; ++i)
+            input(at + i * inner, columns);
+          NormColumnsOf<T, kCenter>(call, o * inner + first, inner, columns, input(at, columns),
+                                    static_cast<T*>(call.y) + at);
+        });
+  }
   if (n <= kShortRow<T>) {
     ShortRows<T> x;
     return ForEachShortGroup(call.problem, begin, end, [&](const RowsProblem& group, int64_t row) {
-      x.Read(input(row, group.inner), group);
-      NormColumnsOf<T, kCenter>(call, group, row, x.columns);
+      x.Read(input(row * n, group.inner * n), group);
+      NormColumnsOf<T, kCenter>(call, row, group.inner, group.inner, x.columns, x.columns);
       x.Write(group, static_cast<T*>(call.y) + row * n);
     });
   }
   for (int64_t row = begin; row < end; ++row) {
-    const T* x = input(row, 1);
+    const T* x = input(row * n, n);
     auto all = Moments<double, kCenter>::Nothing();
     const C* values = nullptr;
     ForEachBlock(n, [&](int64_t i, int64_t m) {
@@ -507,6 +550,73 @@ void NormRowsOf(const NormCall& call, int64_t begin, int64_t end) {
   }
 }
 
+template <typename T, bool kCenter>
+void NormVjpColumnsOf(const NormVjpCall& call, int64_t begin, int64_t end, Compute<T>* dscale,
+                      Compute<T>* dbias) {
+  using C = Compute<T>;
+  using Vjp = NormVjp<T, kCenter>;
+  const RowsProblem& p = call.problem;
+  BlockOf<T> x_block, dy_block, dsum_block;
+  RowVectorReader<T> scale(call.scale, call.scale_type, p.n, C(1));
+  ColumnStats<T, kCenter> stats;
+  C normalized[kColumns], g[kColumns], products[kColumns];
+  ColumnSums<C> firsts, seconds;
+  ForEachColumnGroup(p, begin, end, [&](int64_t o, int64_t first, int64_t columns) {
+    const int64_t at = o * p.n * p.inner + first;
+    const auto* all_stats = static_cast<const NormStats<T, kCenter>*>(call.stats);
+    for (int64_t c = 0; c < columns; ++c) stats.Set(c, all_stats[o * p.inner + first + c]);
+    // Sets what is computed from element i of each row, and returns its dy.
+    const auto read = [&](int64_t i) {
+      const C* x = x_block.Read(static_cast<const T*>(call.x) + at + i * p.inner, columns);
+      const C* dy = dy_block.Read(static_cast<const T*>(call.dy) + at + i * p.inner, columns);
+      const C s = scale.At(i);
+#pragma GCC ivdep
+      for (int64_t c = 0; c < columns; ++c) {
+        normalized[c] = stats.Normalized(c, x[c]);
+        g[c] = dy[c] * s;
+      }
+      return dy;
+    };
+    firsts.Clear(columns);
+    seconds.Clear(columns);
+    for (int64_t i = 0; i < p.n; ++i) {
+      const C* dy = read(i);
+#pragma GCC ivdep
+      for (int64_t c = 0; c < columns; ++c) {
+        const Sums<C> terms = Vjp::Term(normalized[c], g[c]);
+        if (kCenter) firsts.parts[c] += terms.first;
+        seconds.parts[c] += terms.second;
+        products[c] = dy[c] * normalized[c];
+      }
+      if (kCenter) firsts.EndRow(i, columns);
+      seconds.EndRow(i, columns);
+      if (dscale != nullptr) dscale[i] += Reduce<Add>(products, columns, C(0));
+      if (dbias != nullptr) dbias[i] += Reduce<Add>(dy, columns, C(0));
+    }
+    firsts.End(columns);
+    seconds.End(columns);
+    for (int64_t c = 0; c < columns; ++c) {
+      firsts.parts[c] /= C(p.n);
+      seconds.parts[c] /= C(p.n);
+    }
+    for (int64_t i = 0; i < p.n; ++i) {
+      read(i);
+      T* dx = static_cast<T*>(call.dx) + at + i * p.inner;
+      const auto map = [&](int64_t c, C value) {
+        return Vjp::Map(value, g[c], {firsts.parts[c], seconds.parts[c]}, stats.rstds[c]);
+      };
+      if (call.dsum == nullptr) {
+        MapColumns<T>(normalized, columns, dx, map);
+        continue;
+      }
+      const C* other =
+          dsum_block.Read(static_cast<const T*>(call.dsum) + at + i * p.inner, columns);
+      MapColumns<T>(normalized, columns, dx,
+                    [&](int64_t c, C value) { return map(c, value) + other[c]; });
+    }
+  });
+}
+
 // Computes dx of rows [begin, end), and adds their sums to dscale and dbias where these are not
 // null.
 template <typename T, bool kCenter>
@@ -515,6 +625,9 @@ void NormVjpRowsOf(const NormVjpCall& call, int64_t begin, int64_t end, Compute<
   using C = Compute<T>;
   using Vjp = NormVjp<T, kCenter>;
   const int64_t n = call.problem.n;
+  if (call.problem.inner > 1) {
+    return NormVjpColumnsOf<T, kCenter>(call, begin, end, dscale, dbias);
+  }
   BlockOf<T> x_block, dy_block, dsum_block;
   RowVector<T> scale{call.scale, call.scale_type == DType::kF32, {}};
   C normalized[kRowBlock], g[kRowBlock], results[kRowBlock];
@@ -566,7 +679,7 @@ void NormVjpRowsOf(const NormVjpCall& call, int64_t begin, int64_t end, Compute<
 template <typename T, bool kCenter>
 void NormVjpPartsOf(const NormVjpCall& call, int64_t begin, int64_t end) {
   using C = Compute<T>;
-  const int64_t rows = call.problem.outer, n = call.problem.n, vectors = call.vectors();
+  const int64_t rows = call.problem.rows(), n = call.problem.n, vectors = call.vectors();
   for (int64_t part = begin; part < end; ++part) {
     C* sums = static_cast<C*>(call.scratch) + part * vectors * n;
     for (int64_t j = 0; j < vectors * n; ++j) sums[j] = 0;

@@ -66,7 +66,7 @@ CpuStatus LaunchNormVjp(const NormVjpCall& call, ThreadPool& pool) {
   if (call.vectors() == 0) return internal::ForEachRow(pool, call, 3, Kernels().NormVjpRows);
   const RowsProblem& p = call.problem;
   const int64_t row_bytes = 3 * p.n * SizeOf(call.type);
-  ParallelFor(pool, call.parts, GrainOf(row_bytes * ((p.outer + call.parts - 1) / call.parts)),
+  ParallelFor(pool, call.parts, GrainOf(row_bytes * ((p.rows() + call.parts - 1) / call.parts)),
               [&](int64_t begin, int64_t end) { Kernels().NormVjpParts(call, begin, end); });
   ParallelFor(pool, call.vectors() * p.n, GrainOf(call.parts * SizeOf(call.type)),
               [&](int64_t begin, int64_t end) { Kernels().NormVjpSums(call, begin, end); });

@@ -18,7 +18,7 @@
 //   jof_cross_entropy_with_vjp(x, labels, ct) -> y, stats, dx
 // dx may be aliased to x.
 //
-// Norms take x of shape (outer, n, inner), whose rows are along n. On CPUs, inner must be 1. scale
+// Norms take x of shape (outer, n, inner), whose rows are along n. scale
 // and bias are of T or f32:
 //   jof_norm(x, residual (outer, n, inner), scale (n), bias (n))
 //       -> y, sum (outer, n, inner), stats (outer, inner, 3) of C or absent
@@ -237,13 +237,10 @@ ffi::Error LogSumExpWithVjpHandler(typename Backend::Stream stream, ffi::AnyBuff
 // ---- norms ----
 
 // Sets *problem and *type from an array (outer, n, inner).
-template <typename Backend>
-ffi::Error DecodeNorm(const char* op, ffi::AnyBuffer x, RowsProblem* problem, DType* type) {
-  constexpr bool kIsCpu = std::is_same_v<typename Backend::Context, ffi::ThreadPool>;
+inline ffi::Error DecodeNorm(const char* op, ffi::AnyBuffer x, RowsProblem* problem, DType* type) {
   const auto dims = x.dimensions();
-  if (dims.size() != 3 || (kIsCpu && dims[2] != 1)) {
-    return InvalidArgument(op, ": x must have shape (outer, n, ", kIsCpu ? "1" : "inner", "), got ",
-                           ShapeString(dims));
+  if (dims.size() != 3) {
+    return InvalidArgument(op, ": x must have shape (outer, n, inner), got ", ShapeString(dims));
   }
   return DecodeRowsOf(op, x, 1, problem, type);
 }
@@ -266,7 +263,7 @@ ffi::Error NormHandler(typename Backend::Stream stream, ffi::AnyBuffer x, ffi::A
                        ffi::Result<ffi::AnyBuffer> sum, ffi::Result<ffi::AnyBuffer> stats,
                        bool center, double epsilon) {
   NormCall call{};
-  ffi::Error error = DecodeNorm<Backend>(kNorm, x, &call.problem, &call.type);
+  ffi::Error error = DecodeNorm(kNorm, x, &call.problem, &call.type);
   if (error.failure()) return error;
   const auto [outer, n, inner] = call.problem;
   const int64_t rows = call.problem.rows();
@@ -308,7 +305,7 @@ ffi::Error NormVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x, ffi
                           ffi::Result<ffi::AnyBuffer> dbias, ffi::Result<ffi::AnyBuffer> scratch,
                           bool center) {
   NormVjpCall call{};
-  ffi::Error error = DecodeNorm<Backend>(kNormVjp, x, &call.problem, &call.type);
+  ffi::Error error = DecodeNorm(kNormVjp, x, &call.problem, &call.type);
   if (error.failure()) return error;
   const auto [outer, n, inner] = call.problem;
   const auto type = x.element_type(), compute_type = ComputeType(type);

@@ -76,7 +76,7 @@ struct LogSumExpVjpCall {
 
 // The types of scale and bias are `type` or f32.
 struct NormCall {
-  RowsProblem problem;  // kernels for CPUs take contiguous rows: inner is 1
+  RowsProblem problem;
   DType type, scale_type, bias_type;
   bool center;  // subtract the mean
   double epsilon;
@@ -92,7 +92,7 @@ struct NormCall {
 // Sums over rows are added up in parts. On CPUs, part p has rows [p rows / parts, (p + 1) rows /
 // parts). On GPUs, a part has the rows of a block or of a cluster.
 struct NormVjpCall {
-  RowsProblem problem;  // as in NormCall
+  RowsProblem problem;
   DType type, scale_type;
   bool center;
   const void* x;  // the sum with the residual, if there was one
