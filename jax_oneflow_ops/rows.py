@@ -394,7 +394,7 @@ def layer_norm(
       scale: array with the shape of `x` along `axis`, in that order; None for no factor.
       bias: array with the shape of `x` along `axis`, in that order; None for no summand.
       axis: the axis that is normalised, or several. Axes that are not adjacent or not in ascending
-        order cost a transposition. Kernels for CPUs also transpose axes other than the last ones.
+        order cost a transposition.
       epsilon: a Python or NumPy number.
       residual: array of `x`'s shape and dtype that is added to `x` first, in the same pass.
       implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.
@@ -451,7 +451,7 @@ def rms_norm(
       x: array of any shape.
       scale: array with the shape of `x` along `axis`; None for no factor.
       axis: the axis that is normalised, or several. Axes that are not adjacent or not in ascending
-        order cost a transposition. Kernels for CPUs also transpose axes other than the last ones.
+        order cost a transposition.
       epsilon: a Python or NumPy number.
       residual: array of `x`'s shape and dtype that is added to `x` first, in the same pass.
       implementation: ``"native"``, ``"xla"`` or None, as in `softmax`.

@@ -147,6 +147,66 @@ JOF_INLINE void ForEachColumnGroup(const RowsProblem& p, int64_t begin, int64_t 
   }
 }
 
+// Rows of a group that are read or written at a time: several if they are adjacent, so that
+// converting a few columns does not cost a call for each row.
+JOF_INLINE int64_t RowsAtATime(int64_t stride, int64_t columns) {
+  return columns == stride ? kRowBlock / stride : 1;
+}
+
+// Reads the elements of a group of columns, a row at a time.
+template <typename T>
+struct ColumnReader {
+  const T* x;  // the next row that is not in the block
+  int64_t n, stride, columns, left, held;
+  const Compute<T>* at;
+  BlockOf<T> block;
+
+  ColumnReader(const T* x, int64_t n, int64_t stride, int64_t columns)
+      : n(n), stride(stride), columns(columns) {
+    Begin(x);
+  }
+  JOF_INLINE void Begin(const T* first) {
+    x = first;
+    left = n;
+    held = 0;
+  }
+  JOF_INLINE const Compute<T>* Next() {
+    if (held > 0) {
+      --held;
+      return at += stride;
+    }
+    const int64_t most = RowsAtATime(stride, columns), rows = left < most ? left : most;
+    at = block.Read(x, rows * columns);
+    x += rows * stride;
+    left -= rows;
+    held = rows - 1;
+    return at;
+  }
+};
+
+// Writes the elements of a group of columns: those of a row into Row(), then EndRow().
+template <typename T>
+struct ColumnWriter {
+  T* y;  // of the first row in the buffer
+  int64_t stride, columns;
+  int64_t held = 0;
+  Compute<T> buffer[kRowBlock];
+
+  ColumnWriter(T* y, int64_t stride, int64_t columns) : y(y), stride(stride), columns(columns) {}
+  ~ColumnWriter() { Flush(); }
+  JOF_INLINE Compute<T>* Row() { return buffer + held * columns; }
+  JOF_INLINE void EndRow() {
+    if (++held == RowsAtATime(stride, columns)) Flush();
+  }
+
+ private:
+  void Flush() {
+    Convert<T>(buffer, held * columns, y);
+    y += held * stride;
+    held = 0;
+  }
+};
+
 // A sum per column of terms that are added to `parts`, one per column and row. After every few
 // rows the parts are moved to f64: in f32, a sum of 2^24 equal terms would no longer grow.
 template <typename C>

@@ -428,14 +428,14 @@ void NormColumnsOf(const NormCall& call, int64_t row, int64_t stride, int64_t co
   using C = Compute<T>;
   using Sum = Moments<T, kCenter>;
   const int64_t n = call.problem.n;
-  BlockOf<T> block;
   RowVectorReader<T> scale(call.scale, call.scale_type, n, C(1));
   RowVectorReader<T> bias(call.bias, call.bias_type, n, C(-0.0f));  // keeps the sign of zeros
   ColumnStats<T, kCenter> stats;
   ColumnSums<C> rests, squares;
   rests.Clear(columns);
+  ColumnReader<T> reader(x, n, stride, columns);
   for (int64_t i = 0; kCenter && i < n; ++i) {
-    const C* values = block.Read(x + i * stride, columns);
+    const C* values = reader.Next();
     for (int64_t c = 0; c < columns; ++c) rests.parts[c] += values[c];
     rests.EndRow(i, columns);
   }
@@ -443,8 +443,9 @@ void NormColumnsOf(const NormCall& call, int64_t row, int64_t stride, int64_t co
   for (int64_t c = 0; c < columns; ++c) stats.centres[c] = Sum::Centre(rests.parts[c], C(n));
   rests.Clear(columns);
   squares.Clear(columns);
+  reader.Begin(x);
   for (int64_t i = 0; i < n; ++i) {
-    const C* values = block.Read(x + i * stride, columns);
+    const C* values = reader.Next();
     for (int64_t c = 0; c < columns; ++c) {
       const Sums<C> terms = Sum::Term(values[c], stats.centres[c]);
       if (Sum::kHasRest) rests.parts[c] += terms.first;
@@ -463,10 +464,15 @@ void NormColumnsOf(const NormCall& call, int64_t row, int64_t stride, int64_t co
       static_cast<NormStats<T, kCenter>*>(call.stats)[row + c] = of_row;
     }
   }
+  reader.Begin(x);
+  ColumnWriter<T> writer(y, stride, columns);
   for (int64_t i = 0; i < n; ++i) {
     const C s = scale.At(i), b = bias.At(i);
-    MapColumns<T>(block.Read(x + i * stride, columns), columns, y + i * stride,
-                  [&](int64_t c, C value) { return stats.Normalized(c, value) * s + b; });
+    const C* values = reader.Next();
+    C* results = writer.Row();
+#pragma GCC ivdep
+    for (int64_t c = 0; c < columns; ++c) results[c] = stats.Normalized(c, values[c]) * s + b;
+    writer.EndRow();
   }
 }
 
@@ -495,9 +501,12 @@ void NormRowsOf(const NormCall& call, int64_t begin, int64_t end) {
     return ForEachColumnGroup(
         call.problem, begin, end, [&](int64_t o, int64_t first, int64_t columns) {
           const int64_t at = o * n * inner + first;
-          for (int64_t i = 1; call.residual != nullptr && i < n; ++i)
+          const bool are_adjacent = columns == inner;
+          for (int64_t i = 1; call.residual != nullptr && !are_adjacent && i < n; ++i) {
             input(at + i * inner, columns);
-          NormColumnsOf<T, kCenter>(call, o * inner + first, inner, columns, input(at, columns),
+          }
+          const T* x = input(at, are_adjacent ? n * inner : columns);
+          NormColumnsOf<T, kCenter>(call, o * inner + first, inner, columns, x,
                                     static_cast<T*>(call.y) + at);
         });
   }
@@ -556,7 +565,6 @@ void NormVjpColumnsOf(const NormVjpCall& call, int64_t begin, int64_t end, Compu
   using C = Compute<T>;
   using Vjp = NormVjp<T, kCenter>;
   const RowsProblem& p = call.problem;
-  BlockOf<T> x_block, dy_block, dsum_block;
   RowVectorReader<T> scale(call.scale, call.scale_type, p.n, C(1));
   ColumnStats<T, kCenter> stats;
   C normalized[kColumns], g[kColumns], products[kColumns];
@@ -565,10 +573,14 @@ void NormVjpColumnsOf(const NormVjpCall& call, int64_t begin, int64_t end, Compu
     const int64_t at = o * p.n * p.inner + first;
     const auto* all_stats = static_cast<const NormStats<T, kCenter>*>(call.stats);
     for (int64_t c = 0; c < columns; ++c) stats.Set(c, all_stats[o * p.inner + first + c]);
+    const auto first_of = [&](const void* array) {
+      return array == nullptr ? nullptr : static_cast<const T*>(array) + at;
+    };
+    ColumnReader<T> xs(first_of(call.x), p.n, p.inner, columns);
+    ColumnReader<T> dys(first_of(call.dy), p.n, p.inner, columns);
     // Sets what is computed from element i of each row, and returns its dy.
     const auto read = [&](int64_t i) {
-      const C* x = x_block.Read(static_cast<const T*>(call.x) + at + i * p.inner, columns);
-      const C* dy = dy_block.Read(static_cast<const T*>(call.dy) + at + i * p.inner, columns);
+      const C *x = xs.Next(), *dy = dys.Next();
       const C s = scale.At(i);
 #pragma GCC ivdep
       for (int64_t c = 0; c < columns; ++c) {
@@ -599,20 +611,24 @@ void NormVjpColumnsOf(const NormVjpCall& call, int64_t begin, int64_t end, Compu
       firsts.parts[c] /= C(p.n);
       seconds.parts[c] /= C(p.n);
     }
+    xs.Begin(first_of(call.x));
+    dys.Begin(first_of(call.dy));
+    ColumnReader<T> dsums(first_of(call.dsum), p.n, p.inner, columns);
+    ColumnWriter<T> writer(static_cast<T*>(call.dx) + at, p.inner, columns);
     for (int64_t i = 0; i < p.n; ++i) {
       read(i);
-      T* dx = static_cast<T*>(call.dx) + at + i * p.inner;
-      const auto map = [&](int64_t c, C value) {
-        return Vjp::Map(value, g[c], {firsts.parts[c], seconds.parts[c]}, stats.rstds[c]);
-      };
-      if (call.dsum == nullptr) {
-        MapColumns<T>(normalized, columns, dx, map);
-        continue;
+      C* dx = writer.Row();
+#pragma GCC ivdep
+      for (int64_t c = 0; c < columns; ++c) {
+        const Sums<C> mean{firsts.parts[c], seconds.parts[c]};
+        dx[c] = Vjp::Map(normalized[c], g[c], mean, stats.rstds[c]);
       }
-      const C* other =
-          dsum_block.Read(static_cast<const T*>(call.dsum) + at + i * p.inner, columns);
-      MapColumns<T>(normalized, columns, dx,
-                    [&](int64_t c, C value) { return map(c, value) + other[c]; });
+      if (call.dsum != nullptr) {
+        const C* other = dsums.Next();
+#pragma GCC ivdep
+        for (int64_t c = 0; c < columns; ++c) dx[c] += other[c];
+      }
+      writer.EndRow();
     }
   });
 }
