@@ -5,12 +5,16 @@
 # Results go to $OUT if it is set, otherwise to build/gpu-check.
 #
 # Arguments are passed to the benchmarks and replace --quick.
-# CHECKS="cpp suite sanitizer benchmarks" selects the checks.
+# CHECKS selects checks, as in CHECKS="cpp suite"; without it, all of them run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 out=${OUT:-build/gpu-check}
 mkdir -p "$out" build
+all_checks="cpp suite sanitizer benchmarks"
+for check in ${CHECKS:-}; do
+  [[ " $all_checks " == *" $check "* ]] || { echo "CHECKS: no check $check in $all_checks" >&2; exit 1; }
+done
 architecture=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
 
 section() { printf '\n==== %s (%d s)\n' "$1" "$SECONDS"; }
@@ -38,16 +42,18 @@ for source in tests/cpp/*_cuda_test.cu; do
     -o '$tests/$(basename "$source" .cu).o'")
 done
 together "${commands[@]}"
-links=() programs=() # the C++ tests have the module's own kernels
+kernels=() # those of the module
+for source in csrc/cuda/*.cu; do kernels+=("$build/CMakeFiles/jof_cuda.dir/$source.o"); done
+links=() programs=()
 for source in tests/cpp/*_cuda_test.cu; do
   programs+=("$tests/$(basename "$source" _cuda_test.cu)")
-  links+=("nvcc ${programs[-1]}_cuda_test.o $build/CMakeFiles/jof_cuda.dir/csrc/cuda/*.o -o ${programs[-1]}")
+  links+=("nvcc ${programs[-1]}_cuda_test.o ${kernels[*]} -o ${programs[-1]}")
 done
 together "${links[@]}"
 
-# Whether a check is wanted; prints its title. Failed checks do not stop the others; they are named
-# at the end.
-checks=" ${CHECKS:-cpp suite sanitizer benchmarks} " failed=()
+# Whether a check is wanted; if so, prints its title. Failed checks do not stop the others; they are
+# named at the end.
+checks=" ${CHECKS:-$all_checks} " failed=()
 wants() { [[ $checks == *" $1 "* ]] && section "$2"; }
 
 if wants cpp "C++ tests"; then

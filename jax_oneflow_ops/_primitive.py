@@ -420,8 +420,8 @@ def parts_of_strided_sums(platform: str, rows: Any, n: Any, itemsize: int) -> in
     """The most parts of sums over rows of `n` elements that are not contiguous.
 
     On a GPU: blocks are small then, so there are several for each multiprocessor; fewer for few
-    rows, which have few tiles, and for long rows. On a CPU: parts have at least 64 rows, which are
-    processed together.
+    rows, which have few tiles, and for long rows. On a CPU: at most one for 64 rows, since adjacent
+    rows are processed together.
     """
     if platform == "cpu":
         return parts_of_sums(platform, max(1, rows // 64) if isinstance(rows, int) else rows, n)

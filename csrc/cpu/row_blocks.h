@@ -18,6 +18,8 @@ constexpr int64_t kRowBlock = 2048;
 // The block of a softmax. Exponentials of a row that fits one block are not recomputed: rows of
 // 4096 take two thirds of the time.
 constexpr int64_t kTermsBlock = 8192;
+// Sums of f32 terms of this many elements are added up in f64.
+constexpr int64_t kSumBlock = 512;
 
 // A block of an array of T: read in place, or widened into a buffer.
 template <typename T, int64_t kBlock = kRowBlock>
@@ -147,22 +149,22 @@ JOF_INLINE void ForEachColumnGroup(const RowsProblem& p, int64_t begin, int64_t 
   }
 }
 
-// Rows of a group that are read or written at a time: several if they are adjacent, so that
-// converting a few columns does not cost a call for each row.
-JOF_INLINE int64_t RowsAtATime(int64_t stride, int64_t columns) {
+// How many elements of each column are read or written at a time: several if those of all columns
+// are adjacent, so that converting those of a few columns is not a call for each.
+JOF_INLINE int64_t ElementsAtATime(int64_t stride, int64_t columns) {
   return columns == stride ? kRowBlock / stride : 1;
 }
 
-// Reads the elements of a group of columns, a row at a time.
+// Reads one element of each column of a group at a time.
 template <typename T>
 struct ColumnReader {
-  const T* x;  // the next row that is not in the block
-  int64_t n, stride, columns, left, held;
+  const T* x;  // the next elements that are not in the block
+  int64_t n, stride, columns, most, left, held;
   const Compute<T>* at;
   BlockOf<T> block;
 
   ColumnReader(const T* x, int64_t n, int64_t stride, int64_t columns)
-      : n(n), stride(stride), columns(columns) {
+      : n(n), stride(stride), columns(columns), most(ElementsAtATime(stride, columns)) {
     Begin(x);
   }
   JOF_INLINE void Begin(const T* first) {
@@ -175,28 +177,29 @@ struct ColumnReader {
       --held;
       return at += stride;
     }
-    const int64_t most = RowsAtATime(stride, columns), rows = left < most ? left : most;
-    at = block.Read(x, rows * columns);
-    x += rows * stride;
-    left -= rows;
-    held = rows - 1;
+    const int64_t count = left < most ? left : most;
+    at = block.Read(x, count * columns);
+    x += count * stride;
+    left -= count;
+    held = count - 1;
     return at;
   }
 };
 
-// Writes the elements of a group of columns: those of a row into Row(), then EndRow().
+// Writes one element of each column of a group at a time: into Slot(), then Next().
 template <typename T>
 struct ColumnWriter {
-  T* y;  // of the first row in the buffer
-  int64_t stride, columns;
+  T* y;  // where the first elements in the buffer go
+  int64_t stride, columns, most;
   int64_t held = 0;
   Compute<T> buffer[kRowBlock];
 
-  ColumnWriter(T* y, int64_t stride, int64_t columns) : y(y), stride(stride), columns(columns) {}
+  ColumnWriter(T* y, int64_t stride, int64_t columns)
+      : y(y), stride(stride), columns(columns), most(ElementsAtATime(stride, columns)) {}
   ~ColumnWriter() { Flush(); }
-  JOF_INLINE Compute<T>* Row() { return buffer + held * columns; }
-  JOF_INLINE void EndRow() {
-    if (++held == RowsAtATime(stride, columns)) Flush();
+  JOF_INLINE Compute<T>* Slot() { return buffer + held * columns; }
+  JOF_INLINE void Next() {
+    if (++held == most) Flush();
   }
 
  private:

@@ -386,7 +386,7 @@ void LogSumExpWithVjpRowsOf(const LogSumExpWithVjpCall& call, int64_t begin, int
 
 // ---- norms ----
 
-// The elements of a row vector one by one, in order.
+// The elements of a row vector one by one: At(0), At(1), ..., from 0 again in each pass.
 template <typename T>
 struct RowVectorReader {
   RowVector<T> vector;
@@ -404,7 +404,8 @@ struct RowVectorReader {
   }
 };
 
-// The statistics of a group of rows, one array for each, so that loops over rows are vectorised.
+// The statistics of a group of rows, each in an array of its own, so that loops over rows are
+// vectorised.
 template <typename T, bool kCenter>
 struct ColumnStats {
   using C = Compute<T>;
@@ -469,10 +470,10 @@ void NormColumnsOf(const NormCall& call, int64_t row, int64_t stride, int64_t co
   for (int64_t i = 0; i < n; ++i) {
     const C s = scale.At(i), b = bias.At(i);
     const C* values = reader.Next();
-    C* results = writer.Row();
+    C* results = writer.Slot();
 #pragma GCC ivdep
     for (int64_t c = 0; c < columns; ++c) results[c] = stats.Normalized(c, values[c]) * s + b;
-    writer.EndRow();
+    writer.Next();
   }
 }
 
@@ -529,7 +530,11 @@ void NormRowsOf(const NormCall& call, int64_t begin, int64_t end) {
       const auto first = [=](auto v) { return kCenter ? v - centre : v; };
       const auto second = [=](auto v) { return first(v) * first(v); };
       const C rest = Sum::kHasRest ? Reduce<Add>(values, m, C(0), first) : C(0);
-      const C square = Reduce<Add>(values, m, C(0), second);
+      // In f32, a few large squares would swallow the rest of a long sum.
+      double square = 0;
+      ForEachBlock<kSumBlock>(m, [&](int64_t j, int64_t count) {
+        square += Reduce<Add>(values + j, count, C(0), second);
+      });
       all = Moments<double, kCenter>::Combine(all, {centre, C(m), rest, square});
     });
     const auto wide = NormStats<double, kCenter>::Of(all, static_cast<C>(call.epsilon));
@@ -617,7 +622,7 @@ void NormVjpColumnsOf(const NormVjpCall& call, int64_t begin, int64_t end, Compu
     ColumnWriter<T> writer(static_cast<T*>(call.dx) + at, p.inner, columns);
     for (int64_t i = 0; i < p.n; ++i) {
       read(i);
-      C* dx = writer.Row();
+      C* dx = writer.Slot();
 #pragma GCC ivdep
       for (int64_t c = 0; c < columns; ++c) {
         const Sums<C> mean{firsts.parts[c], seconds.parts[c]};
@@ -628,7 +633,7 @@ void NormVjpColumnsOf(const NormVjpCall& call, int64_t begin, int64_t end, Compu
 #pragma GCC ivdep
         for (int64_t c = 0; c < columns; ++c) dx[c] += other[c];
       }
-      writer.EndRow();
+      writer.Next();
     }
   });
 }

@@ -18,8 +18,7 @@
 //   jof_cross_entropy_with_vjp(x, labels, ct) -> y, stats, dx
 // dx may be aliased to x.
 //
-// Norms take x of shape (outer, n, inner), whose rows are along n. scale
-// and bias are of T or f32:
+// Norms take x of shape (outer, n, inner), whose rows are along n. scale and bias are of T or f32:
 //   jof_norm(x, residual (outer, n, inner), scale (n), bias (n))
 //       -> y, sum (outer, n, inner), stats (outer, inner, 3) of C or absent
 //       attributes center, epsilon
