@@ -79,12 +79,13 @@ if wants sanitizer "compute-sanitizer"; then
   # f64 share the kernels of f32, and only kernels with shared memory can race or synchronise.
   # Under synccheck, the kernels of long rows, in clusters of blocks, end with an illegal access;
   # memcheck finds none in the same launches. Softmax and norms have such rows.
-  rows=("rows brief "{softmax,norm,long,group_norm,strided})
+  rows=("rows brief "{softmax,norm,long,group_norm,"strided f32","strided bf16"})
   {
     printf 'racecheck,%s\n' "${rows[@]}" "scatter brief "{f16,bf16,f32} "upsample brief" \
       "permute brief" "sort brief"
     printf 'memcheck,%s\n' "elementwise brief" "compiled brief" "upsample brief" "permute brief" \
-      "sort brief" "${rows[@]}" "scatter brief "{f16,bf16,f32,f64,i32,i64,gather}
+      "sort brief" "${rows[@]}" "rows brief strided "{f16,f64} \
+      "scatter brief "{f16,bf16,f32,f64,i32,i64,gather}
     printf 'initcheck,%s\n' "scatter brief "{f16,bf16,f32,gather} "upsample brief" \
       "elementwise brief" "compiled brief" "permute brief"
     printf 'synccheck,%s\n' "rows brief "{group_norm,strided} "scatter brief "{f16,f32} \

@@ -21,7 +21,7 @@ template <typename T>
 constexpr int64_t kShortVjpRow = kShortRow<T> / 3;
 
 // The elements of a group of rows, which fits the first-level cache.
-constexpr int64_t kShortElements = 32 * kColumns;
+constexpr int64_t kShortElements = kBufferedTerms;
 
 // Calls run(problem, row) for groups of the rows [begin, end). A group starts at `row`, and its
 // rows are the columns of `problem`.
@@ -59,32 +59,40 @@ struct ShortRows {
 template <typename T, bool kLog>
 void SoftmaxColumnsOf(const SoftmaxCall& call, int64_t begin, int64_t end) {
   using C = Compute<T>;
+  using Terms = ColumnTerms<T>;
   const RowsProblem& p = call.problem;
-  const T* in = static_cast<const T*>(call.x);
-  T* out = static_cast<T*>(call.y);
   ColumnExpSums<T> sums;
-  C centres[kColumns], factors[kColumns], kept[kKeptTerms];
-  ForEachColumnGroup(p, begin, end, [&](int64_t o, int64_t first, int64_t columns) {
+  C centres[kColumns], factors[kColumns], buffer[kLog ? 1 : kTermsBuffer<T>];
+  const auto of_group = [&](int64_t o, int64_t first, int64_t columns) {
     const int64_t at = o * p.n * p.inner + first;
-    C* terms = !kLog && p.n * columns <= kKeptTerms ? kept : nullptr;
-    sums.Run(in + at, p.n, p.inner, columns, terms);
+    T* y = static_cast<T*>(call.y) + at;
+    ColumnReader<T> reader(static_cast<const T*>(call.x) + at, p.n, p.inner, columns);
+    const Terms terms = kLog ? Terms{} : Terms::Of(buffer, y, p.inner, p.n, columns);
+    sums.Run(reader, terms);
     for (int64_t c = 0; c < columns; ++c) {
       const auto map = Softmax<T, kLog>::Of(sums.State(c));
       centres[c] = map.centre;
       factors[c] = map.factor;
     }
+    reader.Begin();
+    ColumnWriter<T> writer(y, p.inner, columns);
     for (int64_t i = 0; i < p.n; ++i) {
-      T* y = out + at + i * p.inner;
-      if (terms != nullptr) {
-        MapColumns<T>(terms + i * columns, columns, y,
-                      [&](int64_t c, C term) { return term * factors[c]; });
-        continue;
+      C* results = writer.Slot();
+      if (terms.data != nullptr) {
+        const C* of_row = terms.Row(i);
+#pragma GCC ivdep
+        for (int64_t c = 0; c < columns; ++c) results[c] = of_row[c] * factors[c];
+      } else {
+        const C* values = reader.Next();
+#pragma GCC ivdep
+        for (int64_t c = 0; c < columns; ++c) {
+          results[c] = Softmax<T, kLog>{centres[c], factors[c]}(values[c]);
+        }
       }
-      const C* values = sums.block.Read(in + at + i * p.inner, columns);
-      MapColumns<T>(values, columns, y,
-                    [&](int64_t c, C x) { return Softmax<T, kLog>{centres[c], factors[c]}(x); });
+      writer.Next();
     }
-  });
+  };
+  ForEachColumnGroup(p, begin, end, of_group, kLog ? kColumns : Terms::MostColumns(p.n));
 }
 
 template <typename T, bool kLog>
@@ -122,26 +130,28 @@ void SoftmaxVjpColumnsOf(const SoftmaxVjpCall& call, int64_t begin, int64_t end)
   using C = Compute<T>;
   using Vjp = SoftmaxVjp<T, kLog>;
   const RowsProblem& p = call.problem;
-  const T *ys = static_cast<const T*>(call.y), *dys = static_cast<const T*>(call.dy);
-  T* dxs = static_cast<T*>(call.dx);
-  BlockOf<T> y_block, dy_block;
   ColumnSums<C> sums;
   ForEachColumnGroup(p, begin, end, [&](int64_t o, int64_t first, int64_t columns) {
     const int64_t at = o * p.n * p.inner + first;
+    ColumnReader<T> ys(static_cast<const T*>(call.y) + at, p.n, p.inner, columns);
+    ColumnReader<T> dys(static_cast<const T*>(call.dy) + at, p.n, p.inner, columns);
     sums.Clear(columns);
     for (int64_t i = 0; i < p.n; ++i) {
-      const C* y = y_block.Read(ys + at + i * p.inner, columns);
-      const C* dy = dy_block.Read(dys + at + i * p.inner, columns);
+      const C *y = ys.Next(), *dy = dys.Next();
 #pragma GCC ivdep
       for (int64_t c = 0; c < columns; ++c) sums.parts[c] += Vjp::Term(y[c], dy[c]);
       sums.EndRow(i, columns);
     }
     sums.End(columns);
+    ys.Begin();
+    dys.Begin();
+    ColumnWriter<T> writer(static_cast<T*>(call.dx) + at, p.inner, columns);
     for (int64_t i = 0; i < p.n; ++i) {
-      const C* y = y_block.Read(ys + at + i * p.inner, columns);
-      const C* dy = dy_block.Read(dys + at + i * p.inner, columns);
-      MapColumns<T>(y, columns, dxs + at + i * p.inner,
-                    [&](int64_t c, C value) { return Vjp::Map(value, dy[c], sums.parts[c]); });
+      const C *y = ys.Next(), *dy = dys.Next();
+      C* dx = writer.Slot();
+#pragma GCC ivdep
+      for (int64_t c = 0; c < columns; ++c) dx[c] = Vjp::Map(y[c], dy[c], sums.parts[c]);
+      writer.Next();
     }
   });
 }
@@ -199,34 +209,41 @@ JOF_INLINE Compute<T> LabelValue(const T* row, const RowsProblem& p, int32_t lab
   return index < 0 ? BitsToFloat(0x7fc00000u) : Accumulator<T>::Load(row[index * p.inner]);
 }
 
-// If `terms` is not null, there must be one group of columns, whose terms are stored there.
+// The results of a group of columns. The first is row `row`, and begins at x. Its terms may
+// overwrite x.
 template <typename T>
-void LogSumExpColumnsOf(const LogSumExpCall& call, int64_t begin, int64_t end,
-                        Compute<T>* terms = nullptr) {
+void LogSumExpGroupOf(const LogSumExpCall& call, const T* x, int64_t row, int64_t columns,
+                      const ColumnTerms<T>& terms) {
   using C = Compute<T>;
   const RowsProblem& p = call.problem;
   const bool has_labels = call.labels != nullptr, has_y = call.y != nullptr;
   auto* stats = static_cast<ExpStats<T>*>(call.stats);
   ColumnExpSums<T> sums;
   C of_labels[kColumns], results[kColumns];
+  for (int64_t c = 0; c < columns; ++c) {
+    of_labels[c] = has_labels ? LabelValue(x + c, p, call.labels[row + c]) : C(0);
+  }
+  ColumnReader<T> reader(x, p.n, p.inner, columns);
+  sums.Run(reader, terms);
+#pragma GCC ivdep
+  for (int64_t c = 0; c < columns; ++c) {
+    results[c] = LogSumExpResult<T>(sums.State(c), has_labels, of_labels[c]);
+  }
+  if (stats != nullptr) {
+#pragma GCC ivdep
+    for (int64_t c = 0; c < columns; ++c) {
+      stats[row + c] = ExpStats<T>::Of(sums.State(c), has_y);
+    }
+  }
+  if (has_y) Convert<T>(results, columns, static_cast<T*>(call.y) + row);
+}
+
+template <typename T>
+void LogSumExpColumnsOf(const LogSumExpCall& call, int64_t begin, int64_t end) {
+  const RowsProblem& p = call.problem;
   ForEachColumnGroup(p, begin, end, [&](int64_t o, int64_t first, int64_t columns) {
     const T* x = static_cast<const T*>(call.x) + o * p.n * p.inner + first;
-    const int64_t row = o * p.inner + first;
-    sums.Run(x, p.n, p.inner, columns, terms);
-    for (int64_t c = 0; c < columns; ++c) {
-      of_labels[c] = has_labels ? LabelValue(x + c, p, call.labels[row + c]) : C(0);
-    }
-#pragma GCC ivdep
-    for (int64_t c = 0; c < columns; ++c) {
-      results[c] = LogSumExpResult<T>(sums.State(c), has_labels, of_labels[c]);
-    }
-    if (stats != nullptr) {
-#pragma GCC ivdep
-      for (int64_t c = 0; c < columns; ++c) {
-        stats[row + c] = ExpStats<T>::Of(sums.State(c), has_y);
-      }
-    }
-    if (has_y) Convert<T>(results, columns, static_cast<T*>(call.y) + row);
+    LogSumExpGroupOf<T>(call, x, o * p.inner + first, columns, {});
   });
 }
 
@@ -269,51 +286,86 @@ void LogSumExpRowsOf(const LogSumExpCall& call, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) LogSumExpRow<T, kRowBlock>(call, row, terms);
 }
 
-// Index is the type in which labels are compared. SSE2 cannot compare 64-bit integers. `terms` are
-// those of a single group, or null.
+// Index is the type in which labels are compared: SSE2 cannot compare 64-bit integers.
 template <typename T, typename Index>
-void LogSumExpVjpColumnsOf(const LogSumExpVjpCall& call, int64_t begin, int64_t end,
-                           const Compute<T>* terms = nullptr) {
+void LogSumExpVjpGroupOf(const LogSumExpVjpCall& call, int64_t at, int64_t row, int64_t columns,
+                         const ColumnTerms<T>& terms) {
   using C = Compute<T>;
   const RowsProblem& p = call.problem;
   const auto* stats = static_cast<const ExpStats<T>*>(call.stats);
-  BlockOf<T> block;
   C centres[kColumns], factors[kColumns], cts[kColumns];
   Index labels[kColumns];
-  ForEachColumnGroup(p, begin, end, [&](int64_t o, int64_t first, int64_t columns) {
-    const int64_t at = o * p.n * p.inner + first, row = o * p.inner + first;
-    for (int64_t c = 0; c < columns; ++c) {
-      labels[c] =
-          static_cast<Index>(call.labels == nullptr ? -1 : LabelIndex(call.labels[row + c], p.n));
-      centres[c] = stats[row + c].centre;
-      factors[c] = stats[row + c].factor;
-    }
-    Convert<T>(static_cast<const T*>(call.ct) + row, columns, cts);
-    for (int64_t i = 0; i < p.n; ++i) {
-      const Index element = static_cast<Index>(i);
-      T* dx = static_cast<T*>(call.dx) + at + i * p.inner;
-      if (terms != nullptr) {
-        MapColumns<T>(terms + i * columns, columns, dx, [&](int64_t c, C term) {
-          return ExpStats<T>{centres[c], factors[c]}.VjpOfTerm(term, labels[c] == element, cts[c]);
-        });
-        continue;
+  for (int64_t c = 0; c < columns; ++c) {
+    labels[c] =
+        static_cast<Index>(call.labels == nullptr ? -1 : LabelIndex(call.labels[row + c], p.n));
+    centres[c] = stats[row + c].centre;
+    factors[c] = stats[row + c].factor;
+  }
+  Convert<T>(static_cast<const T*>(call.ct) + row, columns, cts);
+  ColumnReader<T> reader(static_cast<const T*>(call.x) + at, p.n, p.inner, columns);
+  ColumnWriter<T> writer(static_cast<T*>(call.dx) + at, p.inner, columns);
+  for (int64_t i = 0; i < p.n; ++i) {
+    const Index element = static_cast<Index>(i);
+    C* dx = writer.Slot();
+    if (terms.data != nullptr) {
+      const C* of_row = terms.Row(i);
+#pragma GCC ivdep
+      for (int64_t c = 0; c < columns; ++c) {
+        const ExpStats<T> of_column{centres[c], factors[c]};
+        dx[c] = of_column.VjpOfTerm(of_row[c], labels[c] == element, cts[c]);
       }
-      const C* values = block.Read(static_cast<const T*>(call.x) + at + i * p.inner, columns);
-      MapColumns<T>(values, columns, dx, [&](int64_t c, C value) {
-        return ExpStats<T>{centres[c], factors[c]}.Vjp(value, labels[c] == element, cts[c]);
-      });
+    } else {
+      const C* values = reader.Next();
+#pragma GCC ivdep
+      for (int64_t c = 0; c < columns; ++c) {
+        const ExpStats<T> of_column{centres[c], factors[c]};
+        dx[c] = of_column.Vjp(values[c], labels[c] == element, cts[c]);
+      }
     }
+    writer.Next();
+  }
+}
+
+// The gradient of a group of columns, whose first is row `row` and begins at element `at`. `terms`
+// are those that LogSumExpGroupOf kept, if any.
+template <typename T>
+void LogSumExpVjpGroupOf(const LogSumExpVjpCall& call, int64_t at, int64_t row, int64_t columns,
+                         const ColumnTerms<T>& terms) {
+  const bool fits = call.problem.n <= INT32_MAX;
+  const auto run = fits ? LogSumExpVjpGroupOf<T, int32_t> : LogSumExpVjpGroupOf<T, int64_t>;
+  run(call, at, row, columns, terms);
+}
+
+template <typename T>
+void LogSumExpVjpColumnsOf(const LogSumExpVjpCall& call, int64_t begin, int64_t end) {
+  const RowsProblem& p = call.problem;
+  ForEachColumnGroup(p, begin, end, [&](int64_t o, int64_t first, int64_t columns) {
+    LogSumExpVjpGroupOf<T>(call, o * p.n * p.inner + first, o * p.inner + first, columns, {});
   });
+}
+
+// LogSumExp together with its gradient. Exponentials of groups whose terms are kept are not
+// recomputed.
+template <typename T>
+void LogSumExpWithVjpColumnsOf(const LogSumExpWithVjpCall& call, int64_t begin, int64_t end) {
+  using Terms = ColumnTerms<T>;
+  const RowsProblem& p = call.problem;
+  const LogSumExpVjpCall vjp{p, call.type, call.x, call.labels, call.stats, call.ct, call.dx};
+  Compute<T> buffer[kTermsBuffer<T>];
+  const auto of_group = [&](int64_t o, int64_t first, int64_t columns) {
+    const int64_t at = o * p.n * p.inner + first, row = o * p.inner + first;
+    T* dx = static_cast<T*>(call.dx) + at;
+    const Terms terms = Terms::Of(buffer, dx, p.inner, p.n, columns);
+    LogSumExpGroupOf<T>(call, static_cast<const T*>(call.x) + at, row, columns, terms);
+    LogSumExpVjpGroupOf<T>(vjp, at, row, columns, terms);
+  };
+  ForEachColumnGroup(p, begin, end, of_group, Terms::MostColumns(p.n));
 }
 
 template <typename T>
 void LogSumExpVjpRowsOf(const LogSumExpVjpCall& call, int64_t begin, int64_t end) {
   const RowsProblem& p = call.problem;
-  if (p.inner > 1) {
-    const bool fits = p.n <= INT32_MAX;
-    const auto run = fits ? LogSumExpVjpColumnsOf<T, int32_t> : LogSumExpVjpColumnsOf<T, int64_t>;
-    return run(call, begin, end, nullptr);
-  }
+  if (p.inner > 1) return LogSumExpVjpColumnsOf<T>(call, begin, end);
   const T *in = static_cast<const T*>(call.x), *cts = static_cast<const T*>(call.ct);
   T* out = static_cast<T*>(call.dx);
   const auto* all_stats = static_cast<const ExpStats<T>*>(call.stats);
@@ -322,7 +374,7 @@ void LogSumExpVjpRowsOf(const LogSumExpVjpCall& call, int64_t begin, int64_t end
     return ForEachShortGroup(p, begin, end, [&](const RowsProblem& group, int64_t row) {
       x.Read(in + row * p.n, group);
       const int32_t* labels = call.labels == nullptr ? nullptr : call.labels + row;
-      LogSumExpVjpColumnsOf<T, int32_t>(
+      LogSumExpVjpColumnsOf<T>(
           {group, call.type, x.columns, labels, all_stats + row, cts + row, x.columns}, 0,
           group.inner);
       x.Write(group, out + row * p.n);
@@ -349,23 +401,20 @@ void LogSumExpWithVjpRowsOf(const LogSumExpWithVjpCall& call, int64_t begin, int
   using C = Compute<T>;
   const RowsProblem& p = call.problem;
   if (p.inner == 1 && p.n <= kShortRow<T>) {
-    static_assert(kShortElements <= kKeptTerms);
     const T *in = static_cast<const T*>(call.x), *cts = static_cast<const T*>(call.ct);
     ShortRows<T> x;
-    C terms[kKeptTerms];
     return ForEachShortGroup(p, begin, end, [&](const RowsProblem& group, int64_t row) {
       x.Read(in + row * p.n, group);
       const int32_t* labels = call.labels == nullptr ? nullptr : call.labels + row;
       T* y = call.y == nullptr ? nullptr : static_cast<T*>(call.y) + row;
       auto* stats = static_cast<ExpStats<T>*>(call.stats) + row;
-      LogSumExpColumnsOf<T>({group, call.type, x.columns, labels, y, stats}, 0, group.inner, terms);
-      LogSumExpVjpColumnsOf<T, int32_t>(
-          {group, call.type, x.columns, labels, stats, cts + row, x.columns}, 0, group.inner,
-          terms);
+      LogSumExpWithVjpColumnsOf<T>(
+          {{group, call.type, x.columns, labels, y, stats}, cts + row, x.columns}, 0, group.inner);
       x.Write(group, static_cast<T*>(call.dx) + row * p.n);
     });
   }
-  if (p.inner > 1 || p.n > kTermsBlock) {
+  if (p.inner > 1) return LogSumExpWithVjpColumnsOf<T>(call, begin, end);
+  if (p.n > kTermsBlock) {
     LogSumExpRowsOf<T>(call, begin, end);
     return LogSumExpVjpRowsOf<T>({p, call.type, call.x, call.labels, call.stats, call.ct, call.dx},
                                  begin, end);
@@ -444,7 +493,7 @@ void NormColumnsOf(const NormCall& call, int64_t row, int64_t stride, int64_t co
   for (int64_t c = 0; c < columns; ++c) stats.centres[c] = Sum::Centre(rests.parts[c], C(n));
   rests.Clear(columns);
   squares.Clear(columns);
-  reader.Begin(x);
+  reader.Begin();
   for (int64_t i = 0; i < n; ++i) {
     const C* values = reader.Next();
     for (int64_t c = 0; c < columns; ++c) {
@@ -465,7 +514,7 @@ void NormColumnsOf(const NormCall& call, int64_t row, int64_t stride, int64_t co
       static_cast<NormStats<T, kCenter>*>(call.stats)[row + c] = of_row;
     }
   }
-  reader.Begin(x);
+  reader.Begin();
   ColumnWriter<T> writer(y, stride, columns);
   for (int64_t i = 0; i < n; ++i) {
     const C s = scale.At(i), b = bias.At(i);
@@ -616,8 +665,8 @@ void NormVjpColumnsOf(const NormVjpCall& call, int64_t begin, int64_t end, Compu
       firsts.parts[c] /= C(p.n);
       seconds.parts[c] /= C(p.n);
     }
-    xs.Begin(first_of(call.x));
-    dys.Begin(first_of(call.dy));
+    xs.Begin();
+    dys.Begin();
     ColumnReader<T> dsums(first_of(call.dsum), p.n, p.inner, columns);
     ColumnWriter<T> writer(static_cast<T*>(call.dx) + at, p.inner, columns);
     for (int64_t i = 0; i < p.n; ++i) {

@@ -883,7 +883,8 @@ int64_t TestOtherNorms(const RowsProblem& p) {
 }  // namespace
 
 // Arguments: "brief" for fewer cases, or "full", then a part: "plans", "strided", "group_norm",
-// "softmax", "norm", "short", "many" or "long". Without a part, all of them.
+// "softmax", "norm", "short", "many" or "long". Without a part, all of them. "strided" may have a
+// third: "f16", "bf16", "f32" or "f64".
 int main(int argc, char** argv) {
   const bool brief = argc > 1 && std::strcmp(argv[1], "brief") == 0;  // under compute-sanitizer
   const auto wanted = [=](const char* part) { return argc < 3 || std::strcmp(argv[2], part) == 0; };
@@ -937,15 +938,17 @@ int main(int argc, char** argv) {
   }
   for (const RowsProblem& p : strided) {
     if (!wanted("strided")) break;
-    if (p.rows() * p.n > 100000) {
-      launches += TestOnce<Half>(p) + TestOnce<BFloat16>(p) + TestOnce<float>(p);
-      launches += TestOtherNorms<BFloat16>(p) + TestOtherNorms<float>(p) + TestOnce<double>(p);
-      continue;
-    }
-    launches += TestType<Half>(p, 8) + TestType<BFloat16>(p, 6);
-    launches += TestType<float>(p, 4) + TestType<double>(p, 8);
-    launches += TestNorms<Half>(p, 8) + TestNorms<BFloat16>(p, 6);
-    launches += TestNorms<float>(p, 4) + TestNorms<double>(p, 8);
+    const auto test = [&](auto zero, const char* type, int64_t step) {
+      using T = decltype(zero);
+      if (argc > 3 && std::strcmp(argv[3], type) != 0) return;
+      if (brief) step = 16;
+      launches += p.rows() * p.n > 100000 ? TestOnce<T>(p) + TestOtherNorms<T>(p)
+                                          : TestType<T>(p, step) + TestNorms<T>(p, step);
+    };
+    test(Half{}, "f16", 8);
+    test(BFloat16{}, "bf16", 6);
+    test(0.0f, "f32", 4);
+    test(0.0, "f64", 8);
   }
   if (wanted("group_norm")) {
     launches += TestGroupNorms<Half>(brief) + TestGroupNorms<BFloat16>(brief);
