@@ -957,6 +957,9 @@ inline StridedRowsPlan StridedTilesOf(const StridedRowsTraits& traits, const Row
 // Plans StridedRowsKernel for tiles. Measured on an H200, for softmax, its gradient and layer norm
 // in tiles of 32 bytes to 1 KB of a row, clusters of up to 8 blocks, and blocks of 64 to 256
 // threads.
+//
+// An H200 runs only 15 clusters of eight blocks at a time if each takes most of a multiprocessor's
+// shared memory. 8 x 50000 x 16 f32 needs 16, and so takes two waves: 58 us, and XLA 28.
 inline StridedRowsPlan PlanStridedTiles(const StridedRowsTraits& traits, const RowsProblem& problem,
                                         const RowsDevice& device, uint64_t addresses) {
   constexpr int kMostCluster = 8, kLine = 128, kSector = 32;
