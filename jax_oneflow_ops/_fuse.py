@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_oneflow_ops import _checks, _compat, _native, _policy, _primitive
 from jax_oneflow_ops._codegen import derive, parts, primitive, row_primitive, scalars, traced
-from jax_oneflow_ops._codegen.signature import MAX_OUTPUTS, is_inexact, is_narrow
+from jax_oneflow_ops._codegen.signature import MAX_OPERANDS, MAX_OUTPUTS, is_inexact, is_narrow
 from jax_oneflow_ops._codegen.source import source as source_of
 from jax_oneflow_ops._codegen.traced import FusionError
 
@@ -297,7 +297,7 @@ class Fused(Generic[P, R]):
         if len(args) == 1 and not kwargs and _is_dtype(args[0]):
             parameters = inspect.signature(self._fun).parameters.values()
             kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-            args *= sum(p.kind in kinds and p.default is p.empty for p in parameters)
+            args *= max(1, sum(p.kind in kinds and p.default is p.empty for p in parameters))
         leaves, tree = jax.tree.flatten((args, kwargs))
         leaves = [jax.ShapeDtypeStruct((1024,), x) if _is_dtype(x) else x for x in leaves]
         moving = [k for k, x in enumerate(leaves) if is_inexact(str(jnp.result_type(x)))]
@@ -505,11 +505,11 @@ def _kernel(
 ) -> list[Any]:
     """The results of a plan's kernel, of types `avals`; its leaves are elements of `args`."""
     dtypes = [str(aval.dtype) for aval in avals]
-    if len(plan.leaves) > primitive.MAX_OPERANDS or len(avals) > MAX_OUTPUTS:
+    if len(plan.leaves) > MAX_OPERANDS or len(avals) > MAX_OUTPUTS:
         raise FusionError(
-            f"{name}: a kernel reads at most {primitive.MAX_OPERANDS} arrays and writes at most "
+            f"{name}: a kernel reads at most {MAX_OPERANDS} arrays and writes at most "
             f"{MAX_OUTPUTS}, got {len(plan.leaves)} and {len(avals)}. Remedy: make two functions "
-            "of it."
+            "of it, or jax_oneflow_ops.fuse(..., partial=True)."
         )
     if not plan.leaves:
         return [
@@ -578,7 +578,8 @@ def _one_row_kernel(
     spec = row_primitive.Spec(definition, space.width, tuple(operands), tuple(kinds))
     if not row_primitive.fits(spec, [x.shape for x in operands.values()]):
         raise FusionError(
-            f"{name}: a kernel of rows reads at most about 20 arrays, got {len(operands)}. "
+            f"{name}: a kernel of rows reads at most about 20 arrays, fewer if most of them have "
+            f"one row, and writes at most {MAX_OUTPUTS}, got {len(operands)} and {len(kinds)}. "
             "Remedy: make two functions of it, or jax_oneflow_ops.fuse(..., partial=True)."
         )
     ones = (1,) * space.start  # operands may have rank 0

@@ -137,7 +137,8 @@ def message_sum(
     Raises:
       FusionError: `fun` contains an operation that is not elementwise.
       TypeError: an argument is not an array of numbers, `num_segments` is not a concrete integer,
-        `fun` is not a function of arrays to one array, or a plan is not a `SegmentPlan`.
+        `fun` is not a function of arrays to one array, messages are booleans or floats of 8 bits,
+        or a plan is not a `SegmentPlan`.
       ValueError: shapes do not fit, a plan is for other ids, `num_segments` is missing or negative,
         a table has no rows but there are edges, or there are 2^31 - 1 or more edges or 2^30 or more
         nodes.
@@ -203,6 +204,9 @@ def message_mean(
     """`message_sum`, divided by the number of edges of each receiver; 0 for one without edges.
 
     Replaces two calls of `jax.ops.segment_sum`: of rows, and of ones.
+
+    Returns:
+      An array as of `message_sum`; the mean of integers is float32.
 
     Numerics:
       Those of `message_sum`. The division rounds once more. The sum of float16 messages may
@@ -460,6 +464,11 @@ def _reduced(
         messages = jnp.asarray(fun(*gathered, *arrays[len(tables) :]))
         if reduction == "sum" and messages.dtype == jnp.bool_:
             raise TypeError(f"{function}: fun must return numbers, got booleans; cast them")
+        if jnp.issubdtype(messages.dtype, jnp.floating) and messages.dtype.itemsize == 1:
+            raise TypeError(
+                f"{function}: fun must return floats of at least 16 bits, since sums of others "
+                f"soon stop growing; got {messages.dtype}; cast them"
+            )
         result = getattr(jax.ops, f"segment_{reduction}")(messages, receivers, size)
         return result
     product = traced.product() if reduction == "sum" else None

@@ -369,9 +369,10 @@ def segment_softmax(
         return result.astype(wide)
 
     wide = _checks.promoted(logits.dtype, jnp.float32)
-    most = reduce("max", jax.lax.stop_gradient(logits))
-    # Rows whose id names no segment become exp(-inf).
-    terms = jnp.exp(logits.astype(wide) - of_segment(most, np.inf))
+    most = of_segment(reduce("max", jax.lax.stop_gradient(logits)), np.inf)
+    # Rows whose id names no segment become exp(-inf), even if they are NaN or infinite.
+    has_segment = most < np.inf
+    terms = jnp.exp(jnp.where(has_segment, logits.astype(wide), 0) - most)
     totals = reduce("add", terms)
     result: jax.Array = (terms / of_segment(totals, 1)).astype(logits.dtype)
     return result

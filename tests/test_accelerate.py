@@ -1605,6 +1605,19 @@ def test_explain_of_functions_of_jit_keeps_their_options():
     jof.accelerate(f).clear_cache()
 
 
+def test_explain_of_functions_without_a_hash():
+    """Modules of Equinox are such functions."""
+
+    class Layer:
+        __hash__ = None
+
+        def __call__(self, ids):
+            return jnp.zeros((4, 8)).at[ids].add(1.0)
+
+    (row,) = jof.explain(Layer(), IDS).rows
+    assert row.operation == "scatter-add"
+
+
 def test_explain_of_programs_that_call_the_host():
     def f(table, ids):
         jax.debug.print("{}", table[0, 0])

@@ -706,6 +706,19 @@ def test_custom_rules_stay():
         jax.grad(of_captured)(grid)
 
 
+def test_custom_vjp_of_an_array_and_a_number():
+    both = jax.custom_vjp(lambda x: (jnp.sin(x), 3))
+    both.defvjp(lambda x: ((jnp.sin(x), 3), x), lambda x, ct: (ct[0] * jnp.cos(x),))
+    f = jof.fuse(lambda x: jnp.multiply(*both(x)))
+    assert_close(jax.grad(lambda x: f(x).sum())(normals(N)), 3 * np.cos(normals(N)), 1e-5, 1e-5)
+
+
+def test_places_in_a_row_are_rounded_to_their_dtype():
+    f = jof.fuse(lambda x: x.sum(-1, keepdims=True) * jnp.arange(300, dtype=jnp.bfloat16) * 1.0)
+    places = np.arange(300).astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(f(jnp.ones((5, 300)))[0], 300 * places)
+
+
 @pytest.mark.exhaustive
 def test_custom_vjp_rules_of_numbers_and_of_an_array_in_two_places():
     @jax.custom_vjp
@@ -1116,6 +1129,29 @@ def test_more_than_a_kernel_can_read_is_left_to_xla():
         assert_close(g, np.cos(x), 1e-5, 1e-5)
     with pytest.raises(jof.FusionError, match="reads at most 32 arrays"):
         f(*xs, *xs)
+    assert_close(
+        jof.fuse(lambda *xs: sum(jnp.sin(x) for x in xs), partial=True)(*xs, *xs),
+        2 * f(*xs),
+        1e-5,
+        1e-5,
+    )
+
+
+def test_parts_with_more_results_than_a_kernel_can_write():
+    """Results that read the same arrays are together: 12 arrays of parameters in 3 kernels."""
+
+    def adam(x, g, m, v):
+        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, g)
+        v = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, v, g)
+        return jax.tree.map(lambda x, m, v: x - m / (jnp.sqrt(v) + 0.1), x, m, v), m, v
+
+    args = [{f"{k}": abs(normals(5, 8, key=12 * i + k)) for k in range(12)} for i in range(4)]
+    fused = jof.fuse(adam, partial=True)
+    for a, e in zip(jax.tree.leaves(fused(*args)), jax.tree.leaves(adam(*args)), strict=True):
+        assert_close(a, e, 1e-6, 1e-6)
+    kernels = fused.explain(*args).kernels
+    assert len(kernels) == 3
+    assert sum(len(kernel.reads) for kernel in kernels) < 4 * 12 * 1.2
 
 
 # ---- transformations and other implementations ----

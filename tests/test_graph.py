@@ -360,6 +360,22 @@ def test_derivatives_of_attention():
     )
 
 
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_softmax_ignores_logits_without_a_segment(has_plan):
+    """Padded edges may hold anything."""
+    ids = jnp.array([-1, 0, 0, 5, 1])
+    plan = jof.segment_plan(ids, 2) if has_plan else None
+
+    def softmax(logits):
+        return jof.segment_softmax(logits, ids, 2, plan=plan)
+
+    logits = jnp.array([jnp.inf, 0.0, 1.0, jnp.nan, 3.0])
+    p = 1 / (1 + np.e)
+    np.testing.assert_allclose(softmax(logits), [0, p, 1 - p, 0, 1], rtol=1e-6)
+    gradient = jax.grad(lambda x: softmax(x) @ jnp.arange(5.0))(logits)
+    np.testing.assert_allclose(gradient, [0, -p * (1 - p), p * (1 - p), 0, 0], atol=1e-6)
+
+
 def test_derivatives_of_planned_softmax():
     """Derivatives of attention are composed of other operations and do not cover these."""
     (_, receivers), segments, options, (logits, _), (tangent, _), _ = setting(True)
@@ -515,6 +531,9 @@ def test_messages_are_numbers():
         jof.message_sum(lambda x: x > 0, (jnp.ones((2, 3)),), ids, ids, num_segments=2)
     largest = jof.message_max(lambda x: x > 0, (jnp.ones((2, 3)),), ids, ids, num_segments=2)
     np.testing.assert_array_equal(largest, np.ones((2, 3), bool))
+    narrow = jnp.ones((2, 3), "float8_e4m3fn")
+    with pytest.raises(TypeError, match=r"message_mean: .* at least 16 bits.* got float8_e4m3fn"):
+        jof.message_mean(lambda x: x, (narrow,), ids, ids, num_segments=2)
 
 
 def test_plans_are_compared_by_identity():

@@ -755,6 +755,32 @@ def test_gradients_of_edges_where_a_mesh_axis_also_shards_features(name, is_prod
             jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
 
 
+@pytest.mark.parametrize("wrt", [(0,), (1,), (0, 1)])
+def test_second_derivatives_of_attention_in_a_shard_map(wrt):
+    """Each device has a graph of its own."""
+    ids = np.arange(8) % 2
+    xs = integers((4, 8, 2)) / 8, integers((4, 2, 2, 3), 1) / 8
+
+    def step(*xs):
+        def loss(*moving):
+            logits, values = (moving[wrt.index(k)] if k in wrt else x[0] for k, x in enumerate(xs))
+            return (jof.attention_sum(logits, values, ids, ids, num_segments=2) ** 2).sum()
+
+        def of_gradient(*moving):
+            return sum((g**3).sum() for g in gradient(*moving))
+
+        gradient = jax.grad(loss, range(len(wrt)))
+        moving = [xs[k][0] for k in wrt]
+        orders = jax.jvp(gradient, moving, moving)[1], jax.grad(of_gradient)(*moving)
+        return jax.tree.map(lambda x: x[None], orders)
+
+    parts = [step(*(x[k : k + 1] for x in xs)) for k in range(4)]
+    expected = jax.tree.map(lambda *parts: np.concatenate(parts), *parts)
+    with mesh_of("auto") as mesh:
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+        assert_close(jax.jit(mapped)(*put(mesh, (P("a"), P("a")), xs)), expected, 1e-5)
+
+
 # --- permute --------------------------------------------------------------------------------------
 
 

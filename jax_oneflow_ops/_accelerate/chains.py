@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax_oneflow_ops import _compat, _fuse, _native, _policy
 from jax_oneflow_ops._accelerate import common
 from jax_oneflow_ops._codegen import parts, scalars
-from jax_oneflow_ops._codegen.primitive import MAX_OPERANDS
+from jax_oneflow_ops._codegen.signature import MAX_OPERANDS
 from jax_oneflow_ops._codegen.traced import FusionError
 
 _BODIES = re.compile(r"^(scan|while|cond|remat2?|checkpoint|p?jit)$")

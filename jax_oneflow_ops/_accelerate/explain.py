@@ -52,6 +52,15 @@ _ONE_DEVICE = "mhlo.num_partitions = 1 :"
 _explained = itertools.count()
 
 
+def _hashable(fun: Any) -> Any:
+    """A function that `jax.jit` accepts: modules of Equinox, which hold arrays, have no hash."""
+    try:
+        hash(fun)
+    except TypeError:
+        return lambda *args, **kwargs: fun(*args, **kwargs)
+    return fun
+
+
 def report_on(fun: Any, args: Any, kwargs: Any, platform: str | None) -> Report:
     """The report on a function, perhaps one of `jax.jit`, with these arguments."""
     lowered_for, device_kind = _place(platform)
@@ -60,7 +69,7 @@ def report_on(fun: Any, args: Any, kwargs: Any, platform: str | None) -> Report:
     try:
         of_another = _native.assumed(lowered_for if platform else None)
         with of_another, Scope(common.ON, str(next(_explained))):  # traced and lowered anew
-            jitted: Any = fun if common.is_jitted(fun) else jax.jit(fun)
+            jitted: Any = fun if common.is_jitted(fun) else jax.jit(_hashable(fun))
             traced = jitted.trace(*args, **kwargs)
             jaxpr = _compat.jaxpr_of(traced)
             try:

@@ -10,7 +10,7 @@ kernel is made for their operands, which need not be in memory.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ from jax.extend import core
 
 from jax_oneflow_ops import _compat
 from jax_oneflow_ops._codegen import scalars, traced
-from jax_oneflow_ops._codegen.signature import size_of
+from jax_oneflow_ops._codegen.signature import MAX_OPERANDS, MAX_OUTPUTS, size_of
 
 # Primitives that XLA fuses with the elementwise operations before them.
 _READS_IN_PLACE = re.compile(
@@ -198,18 +198,42 @@ def run(
 
 
 def groups(parts: Parts) -> list[Group]:
-    """The fused values, grouped by level and shape."""
+    """The fused values, grouped by level and shape, within the limits of one kernel.
+
+    Values that read more arrays than a kernel can are in no group: XLA computes them.
+    """
     found = []
     known: set[Any] = set()
     by_level: list[dict[Any, list[Any]]] = [{} for _ in parts.by_level]
     for var in parts.fused:
         by_level[parts.level[var]].setdefault(var.aval.shape, []).append(var)
     for level, by_shape in enumerate(by_level):
-        for outvars in by_shape.values():
-            eqns = _before(parts, outvars, known)
-            found.append(Group(level, closed(eqns, outvars, known)))
+        for every in by_shape.values():
+            for outvars in _within_limits(parts, every, known):
+                eqns = _before(parts, outvars, known)
+                found.append(Group(level, closed(eqns, outvars, known)))
         known = known.union(*by_shape.values())
     return found
+
+
+def _within_limits(parts: Parts, outvars: Sequence[Any], known: set[Any]) -> Iterator[list[Any]]:
+    """Divides values among kernels such that those that read the same arrays are together."""
+    reads = {var: {*closed(_before(parts, [var], known), [var], known).invars} for var in outvars}
+    left = {var: None for var in outvars if len(reads[var]) <= MAX_OPERANDS}
+    if len(left) <= MAX_OUTPUTS and len(set().union(*reads.values())) <= MAX_OPERANDS:
+        yield [*left]
+        return
+    while left:
+        here: list[Any] = []
+        inputs: set[Any] = set()
+        while left and len(here) < MAX_OUTPUTS:
+            var = min(left, key=lambda var: len(reads[var] - inputs))
+            if len(inputs | reads[var]) > MAX_OPERANDS:
+                break
+            inputs |= reads[var]
+            here.append(var)
+            del left[var]
+        yield here
 
 
 def _before(parts: Parts, outvars: Sequence[Any], known: set[Any]) -> list[Any]:

@@ -29,6 +29,7 @@ from jax_oneflow_ops._codegen import cache, compilers, derive
 from jax_oneflow_ops._codegen.definition import Definition, may_use_a_reference, partial
 from jax_oneflow_ops._codegen.messages import annotated, messages
 from jax_oneflow_ops._codegen.signature import (
+    MAX_OPERANDS,
     MAX_OUTPUTS,
     computed_in,
     is_inexact,
@@ -37,9 +38,6 @@ from jax_oneflow_ops._codegen.signature import (
 )
 from jax_oneflow_ops._codegen.source import Mode, Spec, derivative_spec, source, value_spec
 from jax_oneflow_ops._codegen.traced import Traced
-
-MAX_OPERANDS = 32
-"""The limit for one call: csrc/ops/elementwise_call.h."""
 
 
 class KernelCompileError(RuntimeError):

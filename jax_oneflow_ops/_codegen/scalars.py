@@ -563,7 +563,7 @@ def _places(
     axes = [alignment[d] for _, alignment in outs]
 
     def compute(_: list[Any]) -> list[Any]:
-        places = lax.iota(computed(dtype), space.width)
+        places = _converted(lax.iota(np.int32, space.width), np.dtype(np.int32), dtype)
         return [places if isinstance(a, int) else _number(_index(a), dtype) for a in axes]
 
     if space.shape and all(not isinstance(axis, int) or [axis] == rows for axis in axes):
@@ -1087,7 +1087,7 @@ def _no_tangent(y: Any) -> Any:
     """A zero tangent or cotangent, of dtype float0 for integers."""
     if is_inexact(str(y.dtype)):
         return jnp.zeros_like(y)
-    return np.zeros(y.shape, jax.dtypes.float0)
+    return np.zeros(np.shape(y), jax.dtypes.float0)  # it may be a number
 
 
 # ---- what cannot be fused ----

@@ -9,6 +9,7 @@ from typing import Any
 # Limits of csrc/ops/elementwise_call.h. The operands of a derivative kernel are the inputs and a
 # tangent or cotangent for each.
 MAX_INPUTS = 16
+MAX_OPERANDS = 32
 MAX_OUTPUTS = 16
 
 # The dtypes that parameters may have, and the C++ types of their elements.
