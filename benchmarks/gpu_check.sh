@@ -76,7 +76,8 @@ fi
 
 if wants sanitizer "compute-sanitizer"; then
   # The slowest runs come first. Types of scatters and parts of the rows run separately. Integers and
-  # f64 share the kernels of f32, and only kernels with shared memory can race or synchronise.
+  # f64 share the kernels of f32, and strided rows of f16 those of bf16; only kernels with shared
+  # memory can race or synchronise.
   # Under synccheck, the kernels of long rows, in clusters of blocks, end with an illegal access;
   # memcheck finds none in the same launches. Softmax and norms have such rows.
   rows=("rows brief "{softmax,norm,long,group_norm,"strided f32","strided bf16"})

@@ -22,15 +22,18 @@ constexpr int64_t kTermsBlock = 8192;
 // Sums of f32 terms of this many elements are added up in f64.
 constexpr int64_t kSumBlock = 512;
 
+// Whether elements of T are converted to be computed with.
+template <typename T>
+constexpr bool kIsConverted = !__is_same(T, Compute<T>);
+
 // A block of an array of T: read in place, or widened into a buffer.
 template <typename T, int64_t kBlock = kRowBlock>
 struct BlockOf {
   using C = Compute<T>;
-  static constexpr bool kIsConverted = !__is_same(T, C);
-  alignas(kLineBytes) C buffer[kIsConverted ? kBlock : 1];
+  alignas(kLineBytes) C buffer[kIsConverted<T> ? kBlock : 1];
 
   JOF_INLINE const C* Read(const T* in, int64_t n) {
-    if constexpr (kIsConverted) {
+    if constexpr (kIsConverted<T>) {
       Convert<T>(in, n, buffer);
       return buffer;
     } else {
@@ -109,7 +112,7 @@ JOF_INLINE typename ExpSum<T>::State ExpSumOf(const T* x, int64_t n, Compute<T>*
 // y[j] = map(j) for a block. If results must be converted, they go through a buffer.
 template <typename T, typename Map>
 JOF_INLINE void MapBlock(int64_t n, T* y, Compute<T>* buffer, const Map& map) {
-  if constexpr (BlockOf<T>::kIsConverted) {
+  if constexpr (kIsConverted<T>) {
 #pragma GCC ivdep
     for (int64_t j = 0; j < n; ++j) buffer[j] = map(j);
     Convert<T>(buffer, n, y);
@@ -123,7 +126,7 @@ JOF_INLINE void MapBlock(int64_t n, T* y, Compute<T>* buffer, const Map& map) {
 template <typename T, typename Map>
 JOF_INLINE void MapRow(const T* x, int64_t n, T* y, const Map& map) {
   BlockOf<T> block;
-  Compute<T> results[BlockOf<T>::kIsConverted ? kRowBlock : 1];
+  Compute<T> results[kIsConverted<T> ? kRowBlock : 1];
   ForEachBlock(n, [&](int64_t i, int64_t m) {
     const auto* values = block.Read(x + i, m);
     MapBlock<T>(m, y + i, results, [=](int64_t j) { return map(values[j]); });
@@ -149,7 +152,7 @@ JOF_INLINE void ForEachColumnGroup(const RowsProblem& p, int64_t begin, int64_t 
 }
 
 // How many elements of each column are converted at a time: several if those of all columns are
-// adjacent, so that it is not a call for each element of a few columns. In blocks of 2048 elements
+// adjacent, so that a few columns do not take a call for each element. In blocks of 2048 elements
 // instead of 256, softmax of bf16 8 x 256 x 196 takes a tenth longer, its gradient a quarter.
 JOF_INLINE int64_t ElementsAtATime(int64_t stride, int64_t columns) {
   return columns == stride ? kColumns / stride : 1;
@@ -166,11 +169,10 @@ JOF_INLINE void ConvertColumns(const From* in, int64_t n, To* out) {
 // Reads one element of each column of a group at a time.
 template <typename T>
 struct ColumnReader {
-  static constexpr bool kIsConverted = !__is_same(T, Compute<T>);
   const T *first, *x;  // of the group, and the next ones that are not in the buffer
   int64_t n, stride, columns, most, left, held;
   const Compute<T>* at;
-  alignas(kLineBytes) Compute<T> buffer[kIsConverted ? kColumns : 1];
+  alignas(kLineBytes) Compute<T> buffer[kIsConverted<T> ? kColumns : 1];
 
   ColumnReader(const T* first, int64_t n, int64_t stride, int64_t columns)
       : first(first),
@@ -186,7 +188,7 @@ struct ColumnReader {
     held = 0;
   }
   JOF_INLINE const Compute<T>* Next() {
-    if constexpr (!kIsConverted) {
+    if constexpr (!kIsConverted<T>) {
       at = x;
       x += stride;
     } else if (held > 0) {
@@ -207,26 +209,25 @@ struct ColumnReader {
 // Writes one element of each column of a group at a time: into Slot(), then Next().
 template <typename T>
 struct ColumnWriter {
-  static constexpr bool kIsConverted = !__is_same(T, Compute<T>);
   T* y;  // where the next elements go, or the first ones in the buffer
   int64_t stride, columns, most;
   int64_t held = 0;
-  alignas(kLineBytes) Compute<T> buffer[kIsConverted ? kColumns : 1];
+  alignas(kLineBytes) Compute<T> buffer[kIsConverted<T> ? kColumns : 1];
 
   ColumnWriter(T* y, int64_t stride, int64_t columns)
       : y(y), stride(stride), columns(columns), most(ElementsAtATime(stride, columns)) {}
   ~ColumnWriter() {
-    if constexpr (kIsConverted) Flush();
+    if constexpr (kIsConverted<T>) Flush();
   }
   JOF_INLINE Compute<T>* Slot() {
-    if constexpr (kIsConverted) {
+    if constexpr (kIsConverted<T>) {
       return buffer + held * columns;
     } else {
       return y;
     }
   }
   JOF_INLINE void Next() {
-    if constexpr (!kIsConverted) {
+    if constexpr (!kIsConverted<T>) {
       y += stride;
     } else if (++held == most) {
       Flush();
@@ -273,8 +274,8 @@ struct ColumnSums {
   }
 };
 
-// The most elements of a group of columns whose terms are kept: those of 16-bit elements in a
-// buffer, others where the results go.
+// The most elements of a group of columns whose terms are kept. Terms of 16-bit elements are kept
+// in a buffer; others, which have the type of the results, are kept where the results go.
 constexpr int64_t kBufferedTerms = 32 * kColumns, kTermsInPlace = 256 * kColumns;
 
 // The terms of a group of columns: row i has one for each column.
@@ -285,12 +286,12 @@ struct ColumnTerms {
 
   // How many columns a group may have so that its terms are kept. If too few, they are not.
   static int64_t MostColumns(int64_t n) {
-    const int64_t most = (BlockOf<T>::kIsConverted ? kBufferedTerms : kTermsInPlace) / n / 32 * 32;
+    const int64_t most = (kIsConverted<T> ? kBufferedTerms : kTermsInPlace) / n / 32 * 32;
     return most == 0 || most > kColumns ? kColumns : most;
   }
   static ColumnTerms Of(Compute<T>* buffer, T* results, int64_t stride, int64_t n,
                         int64_t columns) {
-    if constexpr (BlockOf<T>::kIsConverted) {
+    if constexpr (kIsConverted<T>) {
       return {n * columns <= kBufferedTerms ? buffer : nullptr, columns};
     } else {
       return {n * columns <= kTermsInPlace ? results : nullptr, stride};
@@ -301,7 +302,7 @@ struct ColumnTerms {
 
 // A buffer for the terms of a group, if elements are narrower.
 template <typename T>
-constexpr int64_t kTermsBuffer = BlockOf<T>::kIsConverted ? kBufferedTerms : 1;
+constexpr int64_t kTermsBuffer = kIsConverted<T> ? kBufferedTerms : 1;
 
 template <typename T>
 struct ColumnExpSums {

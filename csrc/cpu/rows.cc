@@ -20,7 +20,7 @@ constexpr int64_t kShortRow = kIsDouble<T> ? 32 : 96;
 template <typename T>
 constexpr int64_t kShortVjpRow = kShortRow<T> / 3;
 
-// The elements of a group of rows, which fits the first-level cache.
+// The elements of a group of rows, which fits the first-level cache. Terms of all are kept.
 constexpr int64_t kShortElements = kBufferedTerms;
 
 // Calls run(problem, row) for groups of the rows [begin, end). A group starts at `row`, and its

@@ -1066,5 +1066,9 @@ int main(int argc, char** argv) {
                 ulps[2], ulps[3], long(worst.failures));
     failures += worst.failures;
   }
+  if (launches == 0 && !(argc > 2 && wanted("plans"))) {
+    std::fprintf(stderr, "no such part or type\n");
+    return 2;
+  }
   return failures > 0;
 }
