@@ -439,7 +439,7 @@ def _gradient_of(composed: Callable[..., Any], _: Any, *args: Any) -> list[Any]:
 
 def _values_of(composed: Callable[..., Any], rows: Any, logits: Any, ct: Any) -> Any:
     values = jnp.zeros((rows, *ct.shape[1:]), ct.dtype)
-    # In a shard_map, the gradient of values that are equal on all devices would be summed.
+    # In a shard_map, JAX would sum their gradient over the devices, as if they were equal on all.
     values, *_ = _compat.join_varying_axes(values, logits, ct)
     return jax.vjp(lambda x: composed(logits, x), values)[1](ct)[0]
 

@@ -466,8 +466,8 @@ def _reduced(
             raise TypeError(f"{function}: fun must return numbers, got booleans; cast them")
         if jnp.issubdtype(messages.dtype, jnp.floating) and messages.dtype.itemsize == 1:
             raise TypeError(
-                f"{function}: fun must return floats of at least 16 bits, since sums of others "
-                f"soon stop growing; got {messages.dtype}; cast them"
+                f"{function}: fun must return floats of at least 16 bits, got {messages.dtype}; "
+                "cast them"
             )
         result = getattr(jax.ops, f"segment_{reduction}")(messages, receivers, size)
         return result

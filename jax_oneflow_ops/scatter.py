@@ -371,7 +371,7 @@ def segment_softmax(
     wide = _checks.promoted(logits.dtype, jnp.float32)
     most = of_segment(reduce("max", jax.lax.stop_gradient(logits)), np.inf)
     # Rows whose id names no segment become exp(-inf), even if they are NaN or infinite.
-    has_segment = most < np.inf
+    has_segment = jnp.expand_dims((ids >= 0) & (ids < size), range(ids.ndim, logits.ndim))
     terms = jnp.exp(jnp.where(has_segment, logits.astype(wide), 0) - most)
     totals = reduce("add", terms)
     result: jax.Array = (terms / of_segment(totals, 1)).astype(logits.dtype)

@@ -374,6 +374,9 @@ def test_softmax_ignores_logits_without_a_segment(has_plan):
     np.testing.assert_allclose(softmax(logits), [0, p, 1 - p, 0, 1], rtol=1e-6)
     gradient = jax.grad(lambda x: softmax(x) @ jnp.arange(5.0))(logits)
     np.testing.assert_allclose(gradient, [0, -p * (1 - p), p * (1 - p), 0, 0], atol=1e-6)
+    for value in (np.nan, np.inf):  # in a segment
+        of_value = jax.grad(lambda x: softmax(x) @ jnp.arange(5.0))(logits.at[1].set(value))
+        np.testing.assert_array_equal(np.isnan(of_value), [False, True, True, False, False])
 
 
 def test_derivatives_of_planned_softmax():

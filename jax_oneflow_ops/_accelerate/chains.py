@@ -22,8 +22,7 @@ import jax.numpy as jnp
 
 from jax_oneflow_ops import _compat, _fuse, _native, _policy
 from jax_oneflow_ops._accelerate import common
-from jax_oneflow_ops._codegen import parts, scalars
-from jax_oneflow_ops._codegen.signature import MAX_OPERANDS
+from jax_oneflow_ops._codegen import parts
 from jax_oneflow_ops._codegen.traced import FusionError
 
 _BODIES = re.compile(r"^(scan|while|cond|remat2?|checkpoint|p?jit)$")
@@ -192,8 +191,7 @@ def _chain(
 
 def _is_one_kernel(name: str, inner: Any) -> bool:
     try:
-        demands = [scalars.whole(inner, var) for var in inner.outvars]
-        return len(scalars.plan(name, inner, (), demands, {}).leaves) <= MAX_OPERANDS
+        return parts.is_one_kernel(name, inner)
     except FusionError:
         return False
 

@@ -189,51 +189,63 @@ def reads_in_place(eqn: Any) -> bool:
 def run(
     name: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], kernel: Kernel
 ) -> list[Any]:
-    """Computes the results by one kernel for each level and shape, and the rest by XLA.
+    """Computes the results by a kernel for each level and shape, or a few, and the rest by XLA.
 
     `kernel` computes the results of an elementwise jaxpr.
     """
     parts = divide(name, jaxpr, lambda eqn: not captures(eqn))
-    return evaluate(parts, groups(parts), consts, args, kernel)
+    fitting = [one for group in groups(parts) for one in _within_limits(name, group)]
+    return evaluate(parts, fitting, consts, args, kernel)
 
 
 def groups(parts: Parts) -> list[Group]:
-    """The fused values, grouped by level and shape, within the limits of one kernel.
-
-    Values that read more arrays than a kernel can are in no group: XLA computes them.
-    """
+    """The fused values, grouped by level and shape."""
     found = []
     known: set[Any] = set()
     by_level: list[dict[Any, list[Any]]] = [{} for _ in parts.by_level]
     for var in parts.fused:
         by_level[parts.level[var]].setdefault(var.aval.shape, []).append(var)
     for level, by_shape in enumerate(by_level):
-        for every in by_shape.values():
-            for outvars in _within_limits(parts, every, known):
-                eqns = _before(parts, outvars, known)
-                found.append(Group(level, closed(eqns, outvars, known)))
+        for outvars in by_shape.values():
+            eqns = _before(parts, outvars, known)
+            found.append(Group(level, closed(eqns, outvars, known)))
         known = known.union(*by_shape.values())
     return found
 
 
-def _within_limits(parts: Parts, outvars: Sequence[Any], known: set[Any]) -> Iterator[list[Any]]:
-    """Divides values among kernels such that those that read the same arrays are together."""
-    reads = {var: {*closed(_before(parts, [var], known), [var], known).invars} for var in outvars}
-    left = {var: None for var in outvars if len(reads[var]) <= MAX_OPERANDS}
-    if len(left) <= MAX_OUTPUTS and len(set().union(*reads.values())) <= MAX_OPERANDS:
-        yield [*left]
-        return
-    while left:
-        here: list[Any] = []
-        inputs: set[Any] = set()
-        while left and len(here) < MAX_OUTPUTS:
-            var = min(left, key=lambda var: len(reads[var] - inputs))
-            if len(inputs | reads[var]) > MAX_OPERANDS:
-                break
-            inputs |= reads[var]
-            here.append(var)
-            del left[var]
-        yield here
+def is_one_kernel(name: str, inner: SimpleNamespace) -> bool:
+    """Whether an elementwise jaxpr is within the limits of one kernel."""
+    if len(inner.outvars) > MAX_OUTPUTS:
+        return False
+    demands = [scalars.whole(inner, var) for var in inner.outvars]
+    return len(scalars.plan(name, inner, (), demands, {}).leaves) <= MAX_OPERANDS
+
+
+def _within_limits(name: str, group: Group) -> Iterator[Group]:
+    """Divides a group among kernels. XLA computes a value that reads more than a kernel can."""
+    inner = group.inner
+    is_small = len(inner.invars) <= MAX_OPERANDS // 4 and len(inner.outvars) <= MAX_OUTPUTS
+    if is_small or is_one_kernel(name, inner):
+        yield group
+    elif len(inner.outvars) > 1:
+        for half in _halves(inner):
+            yield from _within_limits(name, Group(group.level, closed(inner.eqns, half, set())))
+
+
+def _halves(inner: SimpleNamespace) -> tuple[list[Any], list[Any]]:
+    """Divides the results of a jaxpr such that those that read the same inputs are together."""
+    reads = {var: frozenset([var]) for var in inner.invars}
+    for eqn in inner.eqns:
+        read = [reads[x] for x in eqn.invars if not _compat.is_literal(x)]
+        reads.update(dict.fromkeys(eqn.outvars, frozenset[Any]().union(*read)))
+    left = dict.fromkeys(inner.outvars)
+    first: list[Any] = []
+    known: frozenset[Any] = frozenset()
+    while len(first) < len(inner.outvars) // 2:
+        first.append(min(left, key=lambda var: len(reads[var] - known)))
+        del left[first[-1]]
+        known |= reads[first[-1]]
+    return first, [*left]
 
 
 def _before(parts: Parts, outvars: Sequence[Any], known: set[Any]) -> list[Any]:
