@@ -578,8 +578,8 @@ def _one_row_kernel(
     spec = row_primitive.Spec(definition, space.width, tuple(operands), tuple(kinds))
     if not row_primitive.fits(spec, [x.shape for x in operands.values()]):
         raise FusionError(
-            f"{name}: a kernel of rows reads at most about 20 arrays, fewer if most of them have "
-            f"one row, and writes at most {MAX_OUTPUTS}, got {len(operands)} and {len(kinds)}. "
+            f"{name}: a kernel of rows reads at most about 20 arrays, fewer if most are vectors "
+            f"of one row, and writes at most {MAX_OUTPUTS}, got {len(operands)} and {len(kinds)}. "
             "Remedy: make two functions of it, or jax_oneflow_ops.fuse(..., partial=True)."
         )
     ones = (1,) * space.start  # operands may have rank 0

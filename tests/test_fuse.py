@@ -706,6 +706,17 @@ def test_custom_rules_stay():
         jax.grad(of_captured)(grid)
 
 
+def test_limits_of_a_kernel_of_rows_are_named():
+    f = jof.fuse(lambda x: [x * k / x.sum(-1, keepdims=True) for k in range(17)])
+    with pytest.raises(jof.FusionError, match="writes at most 16, got 1 and 17"):
+        f(normals(5, 8))
+
+
+def test_report_of_a_function_of_any_number_of_arrays():
+    (kernel,) = jof.fuse(lambda *xs: xs[0] * 2 + 1).explain("float32").kernels
+    assert len(kernel.reads) == 1
+
+
 def test_custom_vjp_of_an_array_and_a_number():
     both = jax.custom_vjp(lambda x: (jnp.sin(x), 3))
     both.defvjp(lambda x: ((jnp.sin(x), 3), x), lambda x, ct: (ct[0] * jnp.cos(x),))

@@ -284,7 +284,8 @@ struct ColumnTerms {
   Compute<T>* data;  // null if they are not kept
   int64_t stride;
 
-  // How many columns a group may have so that its terms are kept. If too few, they are not.
+  // How many columns a group may have so that its terms are kept. If these would be less than 32,
+  // groups are as wide as without terms.
   static int64_t MostColumns(int64_t n) {
     const int64_t most = (kIsConverted<T> ? kBufferedTerms : kTermsInPlace) / n / 32 * 32;
     return most == 0 || most > kColumns ? kColumns : most;

@@ -224,7 +224,9 @@ def is_one_kernel(name: str, inner: SimpleNamespace) -> bool:
 def _within_limits(name: str, group: Group) -> Iterator[Group]:
     """Divides a group among kernels. XLA computes a value that reads more than a kernel can."""
     inner = group.inner
-    is_small = len(inner.invars) <= MAX_OPERANDS // 4 and len(inner.outvars) <= MAX_OUTPUTS
+    # An array counts once for each set of dimensions that it is read along.
+    most = len(inner.invars) << inner.outvars[0].aval.ndim
+    is_small = most <= MAX_OPERANDS and len(inner.outvars) <= MAX_OUTPUTS
     if is_small or is_one_kernel(name, inner):
         yield group
     elif len(inner.outvars) > 1:
