@@ -16,6 +16,7 @@ import jaxlib.version
 import numpy as np
 from jax._src import core as core_internals
 from jax._src import dispatch, literals, source_info_util
+from jax._src import pjit as pjit_internals
 from jax._src import sharding_impls as sharding_internals
 from jax._src.interpreters import mlir as mlir_internals
 from jax._src.lax import lax as lax_internals
@@ -51,6 +52,20 @@ join_varying_axes: Callable[..., Sequence[Any]] = getattr(
 
 # What jax raises if the shardings of operands do not fit together; it has no public name.
 ShardingTypeError: type[Exception] = getattr(core_internals, "ShardingTypeError", TypeError)
+
+
+def axes_of_sums(aval: Any) -> frozenset[Any]:
+    """The mesh axes over which an array is a sum of the devices' parts that is not added up yet.
+
+    On Explicit axes, also those over which only its cotangents are: jax calls arrays "unreduced"
+    and "reduced". In a `shard_map`, the latter are ordinary arrays.
+    """
+    spec, of_manual_axes = aval.sharding.spec, getattr(aval, "mat", None)
+    found: frozenset[Any] = frozenset().union(
+        getattr(of_manual_axes, "unreduced", ()),
+        *(getattr(spec, name, ()) for name in ("unreduced", "reduced")),
+    )
+    return found
 
 
 def elementwise_aval(*avals: jax.core.ShapedArray) -> jax.core.ShapedArray:
@@ -516,6 +531,11 @@ def jit_primitive() -> core.Primitive:
     """The primitive that calls functions of `jax.jit`."""
     called: core.Primitive = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].primitive
     return called
+
+
+def reshard_primitive() -> core.Primitive:
+    """The primitive of `jax.sharding.reshard`, for which there is no public name."""
+    return pjit_internals.reshard_p
 
 
 def replace_lowerings(

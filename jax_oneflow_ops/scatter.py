@@ -72,8 +72,8 @@ def segment_sum(
         than one dimension with `bucket_size`, the shapes do not fit, an option has an unknown
         value, or `out_sharding` has an axis that is not Explicit.
       jax.errors.ConcretizationTypeError: `num_segments` is None, and ids are traced.
-      NotImplementedError: both `out_sharding` and `bucket_size` are given, or
-        ``implementation="native"`` on a platform without native kernels.
+      NotImplementedError: both `out_sharding` and `bucket_size` are given, `out_sharding` has
+        unreduced axes, or ``implementation="native"`` on a platform without native kernels.
 
     Numerics:
       Integers are exact modulo 2^k, where k is the number of bits. Floats are summed in their own
@@ -678,9 +678,15 @@ def embedding_lookup(
     return result
 
 
-def _rows_spec(sharding: Any) -> Any:
+def _rows_spec(name: str, sharding: Any) -> Any:
     """The sharding of a result's rows, if over Explicit axes; only those are part of types."""
-    entry = (*getattr(sharding, "spec", sharding), None)[0]
+    spec = getattr(sharding, "spec", sharding)
+    if getattr(spec, "unreduced", ()) or getattr(spec, "reduced", ()):
+        raise NotImplementedError(
+            f"{name}: out_sharding must not have unreduced or reduced axes, got {spec}; use "
+            f"jax.ops.{name} for that"
+        )
+    entry = (*spec, None)[0]
     explicit = {*jax.sharding.get_abstract_mesh().explicit_axes}
     return entry if explicit.issuperset(_compat.names_of(entry)) else None
 
@@ -724,7 +730,7 @@ def _segments(
         if out_sharding is None:
             result = reduce(data, ids)
             return result
-        result = reduce(data, ids, _rows_spec(out_sharding))
+        result = reduce(data, ids, _rows_spec(name, out_sharding))
         result = jax.sharding.reshard(result, out_sharding)  # or raises an error
         return result
     if out_sharding is not None:

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
-from jax_oneflow_ops import _primitive
+from jax_oneflow_ops import _compat, _primitive
 from tests import catalogue
 from tests.arrays import any_bits
 from tests.catalogue import OPS, without_way
@@ -643,6 +643,82 @@ def test_gradient_inside_shard_map(axis_types):
         assert_close(jax.jit(grad)(parameters, ids), expected)
 
 
+# --- sums that are not added up yet ---------------------------------------------------------------
+
+
+HAS_UNREDUCED_LOOKUPS = jax.__version_info__ >= (0, 9)  # and scatters
+
+
+def delayed(name):
+    """(table, ids, updates) -> an array that is unreduced over `a` at first."""
+
+    def f(table, ids, updates):
+        unreduced = P(None, None, unreduced={"a"})
+        if name == "lookup":
+            table = jax.sharding.reshard(table, P(None, None, reduced={"a"}))
+            return jax.grad(lambda t: (t.at[ids].get(out_sharding=P("a")) * updates).sum())(table)
+        if name == "scatter":
+            return jnp.zeros_like(table).at[ids].add(updates, out_sharding=unreduced)
+        if name == "segment_sum":
+            return jax.ops.segment_sum(updates, ids, len(table), out_sharding=unreduced)
+        product = jnp.matmul(updates.T, updates, out_sharding=unreduced)
+        return product.at[jnp.arange(3)].add(jnp.ones_like(product))
+
+    return f
+
+
+@pytest.mark.skipif(not HAS_UNREDUCED_LOOKUPS, reason="not in this version of jax")
+@pytest.mark.parametrize("name", ["lookup", "scatter", "segment_sum", "operand"])
+def test_accelerate_leaves_unreduced_results_to_jax(name, native):
+    """Kernels return sums over all devices: XLA would take each for the part of one device."""
+    xs = np.zeros((8, 3), np.float32), np.arange(16) * 5 % 8, integers((16, 3))
+
+    def run(*xs):
+        result = delayed(name)(*xs)
+        assert jax.typeof(result).sharding.spec.unreduced == {"a"}
+        return jax.sharding.reshard(result, P())
+
+    with mesh_of("explicit") as mesh:
+        arguments = put(mesh, (P(), P("a"), P("a")), xs)
+        expected = jax.jit(run)(*arguments)
+        assert_close(jax.jit(jof.accelerate(run))(*arguments), expected)
+
+
+OF_UNREDUCED = {
+    "softmax": jof.softmax,
+    "layer_norm": jof.layer_norm,
+    "segment_sum": lambda x: jof.segment_sum(x, np.arange(8), 8),
+    "message_sum": lambda x: jof.message_sum(
+        lambda x: x * x, (x,), np.arange(8), np.arange(8), num_segments=8
+    ),
+    "cast": lambda x: jof.cast(x, jnp.bfloat16),
+    "permute": jof.permute,
+    "upsample_nearest2d": lambda x: jof.upsample_nearest2d(x[None, None], 2),
+    "fuse": jof.fuse(lambda x: x + x),
+}
+
+
+@pytest.mark.skipif(not HAS_UNREDUCED_LOOKUPS, reason="not in this version of jax")
+@pytest.mark.parametrize("name", OF_UNREDUCED)
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_unreduced_operands_are_an_error(name, is_manual):
+    f, x = OF_UNREDUCED[name], integers((8, 8))
+
+    def in_shard_map(x):
+        def of_shard(x):
+            return lax.psum(f(lax.pcast(x, "a", to="unreduced")), "a")
+
+        return jax.shard_map(of_shard, in_specs=P(None, "a"), out_specs=P())(x)
+
+    def on_explicit_axes(x):
+        return f(jnp.matmul(x, x.T, out_sharding=P(None, None, unreduced={"a"})))
+
+    with mesh_of("explicit") as mesh:
+        (x,) = put(mesh, (P(None, "a"),), (x,))
+        with pytest.raises(_compat.ShardingTypeError, match=r"unreduced.*jax\.sharding\.reshard"):
+            jax.jit(in_shard_map if is_manual else on_explicit_axes)(x)
+
+
 # --- upsample_nearest2d: images that are sharded --------------------------------------------------
 
 
@@ -774,11 +850,35 @@ def test_second_derivatives_of_attention_in_a_shard_map(wrt):
         orders = jax.jvp(gradient, moving, moving)[1], jax.grad(of_gradient)(*moving)
         return jax.tree.map(lambda x: x[None], orders)
 
-    parts = [step(*(x[k : k + 1] for x in xs)) for k in range(4)]
+    of_part = jax.jit(step)
+    parts = [of_part(*(x[k : k + 1] for x in xs)) for k in range(4)]
     expected = jax.tree.map(lambda *parts: np.concatenate(parts), *parts)
     with mesh_of("auto") as mesh:
         mapped = jax.shard_map(step, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
         assert_close(jax.jit(mapped)(*put(mesh, (P("a"), P("a")), xs)), expected, 1e-5)
+
+
+@pytest.mark.parametrize("specs", [(P(None, "a"), P("a")), (P(None, ("a", "b")), P("b"))], ids=str)
+@pytest.mark.filterwarnings("ignore::jax_oneflow_ops.GatherWarning")
+def test_fused_rows_where_a_mesh_axis_also_shards_columns(specs):
+    """Results have the types of the function's own."""
+    xs = integers((8, 16)) / 8, integers((8, 1), 1)
+
+    def f(x, y):
+        return (x * x).mean(-1, keepdims=True) * y, jnp.exp(x).sum(-1) * y[:, 0]
+
+    def orders(f):
+        def loss(*xs):
+            return sum((y**2).sum() for y in f(*xs))
+
+        gradient = jax.grad(loss, (0, 1))
+        return jax.jit(lambda *xs: (f(*xs), gradient(*xs), jax.jvp(gradient, xs, xs)[1]))
+
+    with mesh_of("explicit") as mesh:
+        arguments = put(mesh, specs, xs)
+        found, expected = orders(jof.fuse(f))(*arguments), orders(f)(*arguments)
+        assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, expected)
+        assert_close(found, expected, 1e-6)
 
 
 # --- permute --------------------------------------------------------------------------------------

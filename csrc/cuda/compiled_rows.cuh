@@ -109,7 +109,7 @@ JOF_HOST_DEVICE constexpr TracedRowsKernel KernelOf(const TracedRowsLayout& layo
   const WideRowsTraits traits = WideTraitsOf(layout);
   if (traits.has_columns) {
     const int64_t bytes = packs * kPackBytes * (layout.arrays + traits.vector_slots);
-    const int64_t most = 8 * kWideRowsThreads * kWideRowsSums / layout.pack;
+    const int64_t most = kMostWideCluster * kWideRowsThreads * kWideRowsSums / layout.pack;
     fits = n >= LeastWideColumns(layout.pack) && bytes <= 8 * (76 << 10) && layout.vectors <= 2 &&
            layout.sums <= 2 && (layout.sums == 0 || packs + 2 <= most);
   }

@@ -28,7 +28,8 @@
 // inputs once. But a block then has few elements, and spends as much time on exchanging sums as on
 // these: value and gradient with silu of f32 (32, 4096, 256) on an H200 took 500 us instead of 373.
 //
-// Groups that a block can hold in registers have kernels of their own, in group_norm_tiles.cuh.
+// Groups that a block or a few clusters of blocks can hold in registers have kernels of their own,
+// in group_norm_tiles.cuh.
 #include "cuda/group_norm.h"
 
 #include <algorithm>
@@ -37,6 +38,7 @@
 
 #include "cuda/clear.h"
 #include "cuda/group_norm_tiles.cuh"
+#include "cuda/rows_launch.cuh"
 
 JOF_NAMESPACE_BEGIN
 namespace {
@@ -123,40 +125,54 @@ class GroupNormBody {
     internal::CommitCopies();
   }
 
-  // Calls visit(x, at, row) for each row of this thread; `at` is the offset of its elements. May be
-  // called only once, since it uses up the copies in flight.
-  template <typename Visit>
-  __device__ __forceinline__ void ForEachRow(const Visit& visit) {
+  // Calls visit(x, at) for each row of this thread; `at` is the offset of its elements. Before
+  // that, calls begin(row, load) for every kAhead-th row, or for each if rows are not packed;
+  // load(x) loads the row. May be called only once, since it uses up the copies in flight.
+  template <typename Begin, typename Visit>
+  __device__ __forceinline__ void ForEachRow(const Begin& begin, const Visit& visit) {
     int64_t at = first_;
     if (!plan_.is_packed) {
 #pragma unroll 1
       for (int row = 0; row < count_; ++row, at += step_) {
-        C x[kInputs][V];
-        JOF_UNROLL
-        for (int a = 0; a < kInputs; ++a) {
+        const auto load = [&](C(&x)[kInputs][V]) {
           JOF_UNROLL
-          for (int j = 0; j < V; ++j)
-            x[a][j] = Has(j) ? Accumulator<T>::Load(in_[a][at + j]) : C(0);
-        }
-        visit(x, at, row);
+          for (int a = 0; a < kInputs; ++a) {
+            JOF_UNROLL
+            for (int j = 0; j < V; ++j) {
+              x[a][j] = Has(j) ? Accumulator<T>::Load(in_[a][at + j]) : C(0);
+            }
+          }
+        };
+        C x[kInputs][V];
+        begin(row, load);
+        load(x);
+        visit(x, at);
       }
       return;
     }
     int stage = 0;
 #pragma unroll 1
-    for (int row = 0; row < count_;) {
+    for (int row = 0; row < count_; row += kAhead) {
       internal::WaitForCopies(kStages - 1);
-      JOF_UNROLL
-      for (int k = 0; k < kAhead; ++k, ++row, at += step_) {
-        if (row >= count_) break;
-        C x[kInputs][V];
+      const auto load = [&](C(&x)[kInputs][V], int k = 0) {
         JOF_UNROLL
         for (int a = 0; a < kInputs; ++a) internal::LoadShared<T>(Slot(stage, k, a), x[a]);
-        visit(x, at, row);
+      };
+      begin(row, load);
+      JOF_UNROLL
+      for (int k = 0; k < kAhead; ++k, at += step_) {
+        if (row + k >= count_) break;
+        C x[kInputs][V];
+        load(x, k);
+        visit(x, at);
       }
       Fetch(stage);
       if (++stage == kStages) stage = 0;
     }
+  }
+  template <typename Visit>
+  __device__ __forceinline__ void ForEachRow(const Visit& visit) {
+    ForEachRow([](int, const auto&) {}, visit);
   }
 
   // Spreads values of channels to this thread's columns. of(channel, values) computes them for a
@@ -260,7 +276,7 @@ class GroupNormBody {
   // Maps all elements: visit(x, y) computes y from x.
   template <typename Visit>
   __device__ __forceinline__ void MapRows(T* out, const Visit& visit) {
-    ForEachRow([&](const C(&x)[kInputs][V], int64_t at, int) {
+    ForEachRow([&](const C(&x)[kInputs][V], int64_t at) {
       C y[V];
       visit(x, y);
       Pack<T, V> pack;
@@ -349,13 +365,17 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
         square[j] = s.square;
       }
     };
-    Base::ForEachRow([&](const C(&x)[1][V], int64_t, int row) {
+    const auto begin = [&](int row, const auto& load) {
       if (row == 0) {
+        C x[1][V];
+        load(x);
         JOF_UNROLL
         for (int j = 0; j < V; ++j) centre[j] = x[0][j];
       } else if (row == 4 || row % 16 == 0) {
         recentre(row);
       }
+    };
+    Base::ForEachRow(begin, [&](const C(&x)[1][V], int64_t) {
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
         const C d = x[0][j] - centre[j];
@@ -528,7 +548,7 @@ class GroupNormBackwardBody : public GroupNormBody<T, 2> {
   // of its products with normalized elements.
   __device__ __forceinline__ void ReducePart() {
     alignas(16) C of_bias[V] = {}, of_scale[V] = {};
-    Base::ForEachRow([&](const C(&x)[2][V], int64_t, int) {
+    Base::ForEachRow([&](const C(&x)[2][V], int64_t) {
       JOF_UNROLL
       for (int j = 0; j < V; ++j) {
         const C normalized = Normalized(x[0][j], j), g = Cotangent(normalized, x[1][j], j);
@@ -713,28 +733,34 @@ int64_t AlignmentOf(std::initializer_list<const void*> pointers) {
   return bytes;
 }
 
-// Calls launch(pack, plan) with the widest packs that suit, if tiles are expected to be faster.
-// Returns whether it did.
+// Calls launch(pack, plan) with the widest packs that suit, if tiles are expected to be faster;
+// with clusters of blocks only if no block can hold a group. Returns whether it did.
 template <typename T, int kInputs, typename Launch>
-bool TryGroupTiles(const GroupNormProblem& p, int64_t alignment, int multiprocessors,
-                   const Launch& launch) {
+bool TryGroupTiles(const GroupNormProblem& p, int64_t alignment, const RowsDevice& device,
+                   int64_t parts, const Launch& launch) {
   bool launched = false;
-  const auto attempt = [&](auto pack) {
+  const auto attempt = [&](auto pack, int most_cluster) {
     constexpr int V = decltype(pack)::value;
     GroupTilesPlan plan{};
     if (alignment % (V * sizeof(T)) != 0 ||
-        !PlanGroupTiles<V>(p, sizeof(T), kHeldOfGroup<T, V, kInputs>, multiprocessors, &plan)) {
+        !PlanGroupTiles<V>(p, sizeof(T), kHeldOfGroup<T, V, kInputs>, device.multiprocessors,
+                           most_cluster, &plan)) {
       return false;
     }
-    launched = PrefersGroupTiles(p, plan, sizeof(T), kInputs > 1, multiprocessors);
+    launched = PrefersGroupTiles(p, plan, sizeof(T), kInputs > 1, device.multiprocessors);
     if (launched) launch(pack, plan);
     return true;
   };
   constexpr int kWide = kGroupPack<T, kInputs>;
-  static_cast<void>(attempt(std::integral_constant<int, kWide>()) ||
-                    attempt(std::integral_constant<int, std::min(kWide, 4)>()) ||
-                    attempt(std::integral_constant<int, 2>()) ||
-                    attempt(std::integral_constant<int, 1>()));
+  const auto attempt_each = [&](int most_cluster) {
+    return attempt(std::integral_constant<int, kWide>(), most_cluster) ||
+           attempt(std::integral_constant<int, std::min(kWide, 4)>(), most_cluster) ||
+           attempt(std::integral_constant<int, 2>(), most_cluster) ||
+           attempt(std::integral_constant<int, 1>(), most_cluster);
+  };
+  // Each block of a cluster writes a part of the sums over images and pixels.
+  const bool may_share = kMayShareGroups<T> && device.has_clusters && parts > 1;
+  if (!attempt_each(1) && may_share) attempt_each(static_cast<int>(std::min<int64_t>(parts, 8)));
   return launched;
 }
 
@@ -748,8 +774,10 @@ cudaError_t LaunchTiles(void (*kernel)(Call, GroupTilesPlan), const Call& call,
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (status != cudaSuccess) return status;
   }
-  kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, bytes, stream>>>(call, plan);
-  return cudaGetLastError();
+  cudaLaunchAttribute attribute{};
+  const cudaLaunchConfig_t config =
+      ClusterConfig(plan.blocks, plan.threads, plan.cluster(), bytes, &attribute, stream);
+  return cudaLaunchKernelEx(&config, kernel, call, plan);
 }
 
 }  // namespace
@@ -768,10 +796,9 @@ cudaError_t LaunchGroupNorm(const GroupNormCall& call, cudaStream_t stream) {
     forward.marks = call.marks;
     forward.epsilon = static_cast<C>(call.epsilon);
     const int64_t alignment = AlignmentOf({call.x, call.y});
-    DeviceLimits device{};
-    const cudaError_t status = GetDeviceLimits(&device);
+    RowsDevice device{};
+    const cudaError_t status = GetRowsDevice(&device);
     if (status != cudaSuccess) return status;
-    const int multiprocessors = device.multiprocessors;
     const auto launch = [&](auto silu) {
       constexpr bool kSilu = decltype(silu)::value;
       cudaError_t launched = cudaSuccess;
@@ -780,11 +807,13 @@ cudaError_t LaunchGroupNorm(const GroupNormCall& call, cudaStream_t stream) {
         launched = LaunchTiles<GroupTile<T, V, 1>>(GroupTilesKernel<T, V, kSilu>, forward, plan,
                                                    sizeof(GroupStats<C>), stream);
       };
-      if (TryGroupTiles<T, 1>(call.problem, alignment, multiprocessors, on_tiles)) return launched;
+      if (TryGroupTiles<T, 1>(call.problem, alignment, device, call.parts, on_tiles)) {
+        return launched;
+      }
       GroupNormPlan plan;
-      return Launch<GroupNormForwardBody<T, kSilu>, 3, 3>(forward, call.problem,
-                                                          alignment == kPackBytes, multiprocessors,
-                                                          call.parts, &plan, stream);
+      return Launch<GroupNormForwardBody<T, kSilu>, 3, 3>(
+          forward, call.problem, alignment == kPackBytes, device.multiprocessors, call.parts, &plan,
+          stream);
     };
     return call.silu ? launch(std::true_type()) : launch(std::false_type());
   });
@@ -809,10 +838,9 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
     backward.columns_step = 2 * call.problem.channels;
     backward.marks = call.marks;
     const int64_t alignment = AlignmentOf({call.x, call.dy, call.dx});
-    DeviceLimits device{};
-    cudaError_t status = GetDeviceLimits(&device);
+    RowsDevice device{};
+    cudaError_t status = GetRowsDevice(&device);
     if (status != cudaSuccess) return status;
-    const int multiprocessors = device.multiprocessors;
     const auto launch = [&](auto silu) {
       constexpr bool kSilu = decltype(silu)::value;
       int64_t sums = 0;  // parts of backward.columns
@@ -827,13 +855,13 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
         status = LaunchTiles<GroupTile<T, V, 2>>(GroupTilesVjpKernel<T, V, kSilu>, tiles, plan,
                                                  sizeof(Sums<C>), stream);
       };
-      if (TryGroupTiles<T, 2>(call.problem, alignment, multiprocessors, on_tiles)) {
+      if (TryGroupTiles<T, 2>(call.problem, alignment, device, call.parts, on_tiles)) {
         if (sums == 1) return status;
       } else {
         GroupNormPlan plan;
         status = Launch<GroupNormBackwardBody<T, kSilu>, 2, 2>(
-            backward, call.problem, alignment == kPackBytes, multiprocessors, call.parts, &plan,
-            stream);
+            backward, call.problem, alignment == kPackBytes, device.multiprocessors, call.parts,
+            &plan, stream);
         sums = call.problem.images * plan.parts;
       }
       if (status != cudaSuccess) return status;

@@ -1,8 +1,9 @@
 // Group norm of tiles that a block holds in registers: some groups of an image, or whole small
 // images. A thread has the same pack of channels in several pixels. So one kernel reads each input
-// once and writes each output once, and no block waits for another. The threads of a group exchange
-// their sums in shared memory, one for each channel, or for neighbouring channels of the same
-// group.
+// once and writes each output once. The threads of a group exchange their sums in shared memory,
+// one for each channel, or for neighbouring channels of the same group. Groups that are too large
+// for a block are shared by the blocks of a cluster, which have some of the pixels each and send
+// each other moments or sums of groups.
 //
 // The kernels of group_norm.cu have one block or more for each image, which wait for each other.
 // Measured on an H200 in us, with the time of those kernels in brackets; the gradient alone:
@@ -20,12 +21,22 @@
 // 45 x 7 x 2048 took 8.1 us with two groups for each block, 4.2 with one. With at most 64
 // registers, so that 1024 threads run on a multiprocessor, 136 shapes took 1.07 times as long in
 // the mean.
+//
+// Clusters, with silu and 32 groups (the time of the other kernels in brackets):
+//                         copy   value        gradient
+//   bf16 1 x 4096 x 320   2.8    10 (18)      15 (23)
+//   bf16 2 x 1024 x 960   3.7    12 (22)      19 (27)
+//   f32 1 x 4096 x 320    4.5    12 (20)      18 (25)
+//   bf16 4 x 4096 x 320   6.9    22 (29)      33 (33)
+// They are slower if they do not all run at about the same time: bf16 32 x 4096 x 256 took 73 us
+// (72), its gradient 160 (105).
 #pragma once
 
 #include <algorithm>
 #include <numeric>
 
 #include "common/fast_divide.h"
+#include "cuda/cluster.cuh"
 #include "cuda/rows.cuh"
 #include "ops/group_norm.h"
 
@@ -83,6 +94,11 @@ inline constexpr int kGroupTileThreads = 256;  // enough for a block; a group ma
 inline constexpr int kRunningTileThreads = 768;
 template <int V>
 inline constexpr int kMostGroupTileThreads = V == 1 ? 1024 : kRunningTileThreads;
+// If blocks share a group, two should run on a multiprocessor: one loads while the other waits.
+inline constexpr int kSharedGroupThreads = kRunningTileThreads / 2;
+// In f64 this would take too many registers.
+template <typename T>
+inline constexpr bool kMayShareGroups = !kIsDouble<T>;
 
 // Elements of a pack: with eight, gradients would need too many registers.
 template <typename T, int kInputs>
@@ -99,6 +115,8 @@ struct GroupTilesPlan {
   int64_t images, blocks;
   int pixels, channels, real_channels, groups, width;
   int merged;                    // true pixels in one of these
+  int part;                      // the most pixels of a block
+  int cluster_bits;              // 2^cluster_bits blocks share a tile
   int tile_images, tile_groups;  // of a tile
   int tiles;                     // of an image's groups
   int packs;                     // packs of a pixel in a tile
@@ -109,13 +127,15 @@ struct GroupTilesPlan {
   int joined_bits, team_bits, team_rounds, channel_team_bits;
   FastDivider<uint32_t> by_tiles, by_packs, by_along, by_width, by_terms, by_groups, by_channels;
 
+  JOF_HOST_DEVICE int cluster() const { return 1 << cluster_bits; }
   JOF_HOST_DEVICE int64_t parts() const { return blocks / tiles; }
 };
 
-// Plans tiles with packs of V elements of `bytes` each. False if a block cannot hold a group.
+// Plans tiles with packs of V elements of `bytes` each. False if a cluster of `most_cluster` blocks
+// cannot hold a group.
 template <int V>
 bool PlanGroupTiles(const GroupNormProblem& given, int64_t bytes, int held, int multiprocessors,
-                    GroupTilesPlan* plan) {
+                    int most_cluster, GroupTilesPlan* plan) {
   GroupNormProblem p = given;
   const int64_t merged = V / std::gcd(p.channels, int64_t{V});
   if (p.groups == 1 && p.pixels % merged == 0) {
@@ -124,19 +144,31 @@ bool PlanGroupTiles(const GroupNormProblem& given, int64_t bytes, int held, int 
   }
   if (p.channels % V != 0 || p.channels > 1 << 28) return false;
   const int64_t joined = std::gcd(p.width(), int64_t{V});
-  const int64_t unit = V / joined;                     // the fewest groups that are whole packs
-  const int64_t unit_packs = unit * p.width() / V;     // of a pixel
-  const int64_t least = (p.pixels + held - 1) / held;  // pixels at a time
-  if (least * unit_packs > kMostGroupTileThreads<V>) return false;
+  const int64_t unit = V / joined;                  // the fewest groups that are whole packs
+  const int64_t unit_packs = unit * p.width() / V;  // of a pixel
   const int64_t per_image = p.groups / unit, all_units = p.images * per_image;
-  const int64_t packs = p.images * p.pixels * p.channels / V;
+  // Larger groups are shared by the blocks of a cluster, each of which has some of the pixels.
+  const int64_t all_pixels = p.pixels;
+  int cluster_bits = 0;
+  const auto part_of = [&] { return ((all_pixels - 1) >> cluster_bits) + 1; };
+  const auto least_of = [&] { return (part_of() + held - 1) / held; };  // pixels at a time
+  if (least_of() * unit_packs > kMostGroupTileThreads<V>) {
+    while (2 << cluster_bits <= most_cluster && least_of() * unit_packs > kSharedGroupThreads) {
+      ++cluster_bits;
+    }
+  }
+  const int64_t least = least_of();
+  p.pixels = part_of();
+  if (least * unit_packs > kMostGroupTileThreads<V>) return false;
+  if (p.pixels * ((1 << cluster_bits) - 1) >= all_pixels) return false;  // a block would have none
+  const int64_t packs = p.images * all_pixels * p.channels / V;
   const int64_t most_threads =
       int64_t{kRunningTileThreads} * multiprocessors;  // that run at a time
   // Few elements take narrower packs and more threads if these can hold a group, and then a group
   // for each block.
   const int64_t narrow_held = std::min<int64_t>(16, held * unit);
   const int64_t narrow_threads = (p.pixels + narrow_held - 1) / narrow_held * p.width() / joined;
-  if (unit > 1 && narrow_threads <= kRunningTileThreads &&
+  if (unit > 1 && cluster_bits == 0 && narrow_threads <= kRunningTileThreads &&
       (all_units < 2 * multiprocessors || packs * unit <= most_threads)) {
     return false;
   }
@@ -164,13 +196,19 @@ bool PlanGroupTiles(const GroupNormProblem& given, int64_t bytes, int held, int 
       std::min(kGroupTileThreads / (along * unit_packs), all_units / multiprocessors), 1,
       all_units);
   if (all_units * whole_warps(along * unit_packs) <= most_threads) units = 1;
+  if (cluster_bits > 0) {  // as many neighbouring groups as fit
+    along = least;
+    units = std::clamp<int64_t>(kSharedGroupThreads / (along * unit_packs), 1, per_image);
+  }
   const int64_t images = std::max<int64_t>(units / per_image, 1);
   const int64_t tiles = (per_image + units - 1) / units;
   units = (per_image + tiles - 1) / tiles;  // of an image
   GroupTilesPlan made{};
   made.images = p.images;
-  made.blocks = (p.images + images - 1) / images * tiles;
-  made.pixels = static_cast<int>(p.pixels);
+  made.blocks = ((p.images + images - 1) / images * tiles) << cluster_bits;
+  made.pixels = static_cast<int>(all_pixels);
+  made.part = static_cast<int>(p.pixels);
+  made.cluster_bits = cluster_bits;
   made.channels = static_cast<int>(p.channels);
   made.real_channels = static_cast<int>(given.channels);
   made.merged = static_cast<int>(p.channels / given.channels);
@@ -206,13 +244,20 @@ bool PlanGroupTiles(const GroupNormProblem& given, int64_t bytes, int held, int 
 }
 
 // Whether tiles are expected to be faster than the kernels of group_norm.cu. The times in us were
-// fitted to about 110 shapes on an H200.
+// fitted to about 110 shapes on an H200, and the limits for clusters to 48.
 inline bool PrefersGroupTiles(const GroupNormProblem& p, const GroupTilesPlan& plan, int64_t bytes,
                               bool is_backward, int multiprocessors) {
   const auto elements = static_cast<double>(p.size()), images = static_cast<double>(p.images);
   // Whole sectors of 32 bytes are loaded.
   const auto run = static_cast<double>(int64_t{plan.tile_groups} * plan.width * bytes);
-  const double loaded = elements * (plan.tiles > 1 ? std::max(1.0, 32 / run) : 1);
+  const double sectors = plan.tiles > 1 ? std::max(1.0, 32 / run) : 1;
+  if (plan.cluster_bits > 0) {
+    // Many clusters take long: one starts when there is room for all of its blocks.
+    const auto threads = static_cast<double>(plan.blocks * plan.threads);
+    const double waves = threads / (double{kRunningTileThreads} * multiprocessors);
+    return waves * sectors <= (plan.threads <= kSharedGroupThreads ? 2 : 0.9);
+  }
+  const double loaded = elements * sectors;
   // Of large blocks, a multiprocessor runs one at a time, which does not compute while it loads.
   const bool are_large = 2 * plan.threads > kRunningTileThreads && plan.blocks > multiprocessors;
   if (is_backward) {
@@ -228,18 +273,25 @@ class GroupTile {
   using C = Compute<T>;
   static constexpr int kHeld = kHeldOfGroup<T, V, kInputs>;
 
-  // Bytes of shared memory: two values for each column of each thread, then `of_group` bytes for
-  // each group.
+  // Bytes of shared memory: two values for each column of each thread; then, in a cluster,
+  // kSent values for each block and group; then `of_group` bytes for each group.
+  static constexpr int kSent = kInputs > 1 ? 2 : 4;
   static int64_t SharedBytes(const GroupTilesPlan& plan, int64_t of_group) {
+    const int64_t sent =
+        plan.cluster_bits > 0 ? kSent * int64_t{sizeof(C)} << plan.cluster_bits : 0;
     return 2 * V * StrideOf(plan) * int64_t{sizeof(C)} +
-           int64_t{plan.tile_images} * plan.tile_groups * of_group;
+           int64_t{plan.tile_images} * plan.tile_groups * (of_group + sent);
   }
 
   // Loads the tile.
   __device__ __forceinline__ GroupTile(const T* const (&in)[kInputs], const GroupTilesPlan& plan)
       : plan_(plan) {
+    if (IsShared()) {
+      internal::InitBarriers(Barriers());
+      internal::ArriveAtCluster();
+    }
     uint32_t tile, pixel, thread_pack;
-    const uint32_t tile_image = plan.by_tiles.DivMod(blockIdx.x, &tile);
+    const uint32_t tile_image = plan.by_tiles.DivMod(blockIdx.x >> plan.cluster_bits, &tile);
     const uint32_t member = plan.by_packs.DivMod(threadIdx.x, &thread_pack);
     const uint32_t image = plan.by_along.DivMod(member, &pixel);
     first_image_ = int64_t{tile_image} * plan.tile_images;
@@ -248,11 +300,10 @@ class GroupTile {
     groups_ = min(plan.groups - first_group_, plan.tile_groups);
     column_ = static_cast<int>(thread_pack) * V;
     const bool is_active = static_cast<int>(image) < images_ && column_ < columns();
-    left_ = is_active ? plan.pixels - static_cast<int>(pixel) : 0;
-    uint32_t column;  // in the group
-    group_ = static_cast<int>(image * groups_ + plan.by_width.DivMod(column_, &column));
-    in_group_ = static_cast<int>(column);
-    at_ = ((first_image_ + image) * plan.pixels + pixel) * plan.channels + channel();
+    left_ = is_active ? PixelsHere() - static_cast<int>(pixel) : 0;
+    group_ = static_cast<int>(image * groups_ + plan.by_width.Divide(column_));
+    at_ = ((first_image_ + image) * plan.pixels + Rank() * plan.part + pixel) * plan.channels +
+          channel();
     ForEachPack([&](int k, int64_t at) {
       JOF_UNROLL
       for (int a = 0; a < kInputs; ++a) x_[a][k] = LoadPack<V>(in[a] + at);
@@ -260,8 +311,53 @@ class GroupTile {
   }
 
   __device__ __forceinline__ int first_channel() const { return first_group_ * plan_.width; }
+  // The elements of a group, and those of them that this block has.
   __device__ __forceinline__ C Count() const {
     return static_cast<C>(int64_t{plan_.pixels} * plan_.width);
+  }
+  __device__ __forceinline__ C CountHere() const {
+    return static_cast<C>(int64_t{PixelsHere()} * plan_.width);
+  }
+  // Whether the blocks of a cluster share the tile.
+  __device__ __forceinline__ bool IsShared() const {
+    return internal::kHasClusters && kMayShareGroups<T> && plan_.cluster_bits > 0;
+  }
+  __device__ __forceinline__ int Rank() const {
+    return static_cast<int>(blockIdx.x) & (plan_.cluster() - 1);
+  }
+  // The part of the gradients of scale and bias that this block writes.
+  __device__ __forceinline__ int64_t Part() const {
+    return (first_image_ / plan_.tile_images << plan_.cluster_bits) + Rank();
+  }
+
+  // Sends values of a group to all blocks of the cluster.
+  __device__ __forceinline__ void Send(int group, const C (&values)[kSent]) const {
+    const int place = Rank() * groups_ + group;
+#pragma unroll 1
+    for (int rank = 0; rank < plan_.cluster(); ++rank) {
+      internal::StoreAsync<kSent == 4 && sizeof(C) == 4>(Received() + place * kSent, &Barriers()[0],
+                                                         rank, values);
+    }
+  }
+  // Waits until all blocks of the cluster exist.
+  __device__ __forceinline__ void StartSending() const {
+    if (!IsShared()) return;
+    internal::WaitForCluster();
+    if (threadIdx.x == 0) {
+      internal::ExpectBytes(&Barriers()[0], (kSent * static_cast<int>(sizeof(C)) * groups_)
+                                                << plan_.cluster_bits);
+    }
+  }
+  // Calls of_group(group, values of each block) in a thread for each group.
+  template <typename OfGroup>
+  __device__ __forceinline__ void Receive(const OfGroup& of_group) const {
+    if (!IsShared()) return;
+    internal::WaitForBytes(&Barriers()[0], false);
+#pragma unroll 1
+    for (int g = static_cast<int>(threadIdx.x); g < groups_; g += plan_.threads) {
+      of_group(g, [&](int rank, int v) { return Received()[(rank * groups_ + g) * kSent + v]; });
+    }
+    __syncthreads();
   }
   // The index of a group of the tile among all groups.
   __device__ __forceinline__ int64_t IndexOf(int group) const {
@@ -271,7 +367,8 @@ class GroupTile {
   // Shared memory for the groups of the tile.
   template <typename S>
   __device__ __forceinline__ S* Groups() const {
-    return reinterpret_cast<S*>(Slots(2 * V));
+    const int sent = IsShared() ? (kSent * plan_.tile_groups) << plan_.cluster_bits : 0;
+    return reinterpret_cast<S*>(Slots(2 * V) + sent);
   }
   __device__ __forceinline__ C Get(int array, int k, int j) const {
     return Accumulator<T>::Load(x_[array][k].elem[j]);
@@ -281,7 +378,7 @@ class GroupTile {
   __device__ __forceinline__ void Load(const RowVector& vector, C missing, C (&v)[V]) const {
     JOF_UNROLL
     for (int j = 0; j < V; ++j) v[j] = missing;
-    if (vector.data == nullptr || left_ == 0) return;
+    if (vector.data == nullptr || left_ <= 0) return;
     uint32_t at;
     plan_.by_channels.DivMod(channel(), &at);
     const auto load = [&](const auto* data) {
@@ -302,8 +399,8 @@ class GroupTile {
   // Calls set(j, of_group(group)) for this thread's channels.
   template <typename OfGroup, typename Set>
   __device__ __forceinline__ void ForEachColumn(const OfGroup& of_group, const Set& set) const {
-    if (left_ == 0) return;
-    int group = group_, column = in_group_;
+    if (left_ <= 0) return;
+    int group = group_, column = ColumnInGroup();
     auto value = of_group(group);
     JOF_UNROLL
     for (int j = 0; j < V; ++j) {
@@ -319,7 +416,7 @@ class GroupTile {
   __device__ __forceinline__ void ForEachPack(const Visit& visit) const {
     JOF_UNROLL
     for (int k = 0; k < kHeld; ++k) {
-      if (k * plan_.along >= plan_.pixels) break;  // nobody has it
+      if (k * plan_.along >= plan_.part) break;  // nobody has it
       if (k * plan_.along < left_) {
         visit(k, at_ + int64_t{k} * plan_.along * plan_.channels);
       }
@@ -470,6 +567,21 @@ class GroupTile {
     extern __shared__ uint4 slots[];
     return reinterpret_cast<C*>(slots) + column * StrideOf(plan_);
   }
+  __device__ __forceinline__ static uint64_t (&Barriers())[2] {
+    __shared__ uint64_t barriers[2];
+    return barriers;
+  }
+  // This thread's first column in its group. Not a member, for want of a register.
+  __device__ __forceinline__ int ColumnInGroup() const {
+    uint32_t column;
+    plan_.by_width.DivMod(column_, &column);
+    return static_cast<int>(column);
+  }
+  // The pixels of an image that this block has.
+  __device__ __forceinline__ int PixelsHere() const {
+    return min(plan_.pixels - Rank() * plan_.part, plan_.part);
+  }
+  __device__ __forceinline__ C* Received() const { return Slots(2 * V); }
   __device__ __forceinline__ int columns() const { return groups_ * plan_.width; }
   __device__ __forceinline__ int channel() const { return first_channel() + column_; }
 
@@ -477,10 +589,10 @@ class GroupTile {
   int64_t first_image_;  // of the tile
   int images_;           // images of the tile
   int first_group_, groups_;
-  int column_;            // this thread's first one in the tile
-  int group_, in_group_;  // the group in the tile of that, and its column in the group
-  int left_;              // pixels from this thread's first one on
-  int64_t at_;            // index of this thread's first element
+  int column_;  // this thread's first one in the tile
+  int group_;   // the group in the tile of that
+  int left_;    // pixels from this thread's first one on
+  int64_t at_;  // index of this thread's first element
   Pack<T, V> x_[kInputs][kHeld];
 };
 
@@ -497,14 +609,16 @@ __global__ void __launch_bounds__(kMostGroupTileThreads<V>, 1)
   constexpr bool kHasRest = !kIsNarrow<T>;
   constexpr int kTerms = kHasRest ? 2 : 1;
   C sum[1][V] = {}, terms[kTerms][V] = {}, centre[V], rest[V], factor[V], bias[V];
+  // With packs of eight there are not enough registers for the bias.
+  constexpr bool kLoadsEarly = V <= 4;
   tile.Load(call.scale, C(1), factor);
-  tile.Load(call.bias, C(0), bias);
+  if (kLoadsEarly) tile.Load(call.bias, C(0), bias);
   tile.ForEachPack([&](int k, int64_t) {
     JOF_UNROLL
     for (int j = 0; j < V; ++j) sum[0][j] += tile.Get(0, k, j);
   });
   tile.SumGroups(sum, [&](int group, const C(&sums)[1]) {
-    stats[group].centre = Moments::Centre(sums[0], tile.Count());
+    stats[group].centre = Moments::Centre(sums[0], tile.CountHere());
   });
   tile.DropConverted();
   tile.ForEachColumn([&](int group) { return stats[group].centre; },
@@ -517,14 +631,36 @@ __global__ void __launch_bounds__(kMostGroupTileThreads<V>, 1)
       terms[kTerms - 1][j] += term.second;
     }
   });
+  tile.StartSending();
   tile.SumGroups(terms, [&](int group, const C(&sums)[kTerms]) {
-    const auto moments = Moments::Of(stats[group].centre,
-                                     {kHasRest ? sums[0] : C(0), sums[kTerms - 1]}, tile.Count());
-    call.stats[tile.IndexOf(group)] = stats[group] = Stats::Of(moments, call.epsilon);
+    const C rest = kHasRest ? sums[0] : C(0), square = sums[kTerms - 1];
+    if (tile.IsShared()) {
+      tile.Send(group, {stats[group].centre, tile.CountHere(), rest, square});
+    } else {
+      const auto moments = Moments::Of(stats[group].centre, {rest, square}, tile.Count());
+      call.stats[tile.IndexOf(group)] = stats[group] = Stats::Of(moments, call.epsilon);
+    }
+  });
+  if (!kLoadsEarly) tile.Load(call.bias, C(0), bias);
+  tile.Receive([&](int group, const auto& get) {
+    const C total = tile.Count(), inverse = 1 / total;
+    C centre = 0;
+#pragma unroll 1
+    for (int b = 0; b < plan.cluster(); ++b) centre += get(b, 0) * (get(b, 1) * inverse);
+    Sums<C> sums = {};
+#pragma unroll 1
+    for (int b = 0; b < plan.cluster(); ++b) {
+      const Sums<C> part = Around<C>(centre, {get(b, 0), get(b, 1), get(b, 2), get(b, 3)});
+      sums.first += part.first;
+      sums.second += part.second;
+    }
+    stats[group] = Stats::Of({centre, total, sums.first, sums.second}, call.epsilon);
+    if (tile.Rank() == 0) call.stats[tile.IndexOf(group)] = stats[group];
   });
   tile.DropConverted();
   tile.ForEachColumn([&](int group) { return stats[group]; },
                      [&](int j, const Stats& of_group) {
+                       centre[j] = of_group.centre;
                        rest[j] = of_group.rest;
                        factor[j] *= of_group.rstd;
                      });
@@ -572,12 +708,25 @@ __global__ void __launch_bounds__(kMostGroupTileThreads<V>, 1)
     JOF_UNROLL
     for (int j = 0; j < V; ++j) terms[v][j] = of_channel[v][j] * scale[j];
   }
+  tile.StartSending();
   tile.SumGroups(terms, [&](int group, const C(&sums)[2]) {
+    if (tile.IsShared()) {
+      tile.Send(group, sums);
+    } else {
+      means[group] = {Quotient<T>(sums[0], tile.Count()), Quotient<T>(sums[1], tile.Count())};
+    }
+  });
+  const int64_t columns = tile.Part() * call.columns_step + tile.first_channel();
+  tile.SumChannels(of_channel, call.columns[0] + columns, call.columns[1] + columns);
+  tile.Receive([&](int group, const auto& get) {
+    C sums[2] = {};
+#pragma unroll 1
+    for (int b = 0; b < plan.cluster(); ++b) {
+      sums[0] += get(b, 0);
+      sums[1] += get(b, 1);
+    }
     means[group] = {Quotient<T>(sums[0], tile.Count()), Quotient<T>(sums[1], tile.Count())};
   });
-  const int64_t columns =
-      int64_t{blockIdx.x} / plan.tiles * call.columns_step + tile.first_channel();
-  tile.SumChannels(of_channel, call.columns[0] + columns, call.columns[1] + columns);
   tile.DropConverted();
   tile.ForEachColumn([&](int group) { return means[group]; },
                      [&](int j, const Sums<C>& of_group) { mean[j] = of_group; });

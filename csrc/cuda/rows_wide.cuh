@@ -69,6 +69,7 @@
 JOF_NAMESPACE_BEGIN
 
 inline constexpr int kWideRowsThreads = 512;  // the most threads in a block
+inline constexpr int kMostWideCluster = 8;    // the most blocks of a team
 
 // Shorter rows with row vectors or sums over rows are left to other kernels, which are faster for
 // them, except for many rows with edges that are held.
@@ -137,7 +138,7 @@ class WideRowsBody {
   using Values = typename Program::Values;
   // Values that the warps of a block or cluster exchange. Successive reductions alternate between
   // two copies, because slow warps may still be reading the other copy.
-  static constexpr int kMostWarps = 8 * kWideRowsThreads / internal::kWarpSize;
+  static constexpr int kMostWarps = kMostWideCluster * kWideRowsThreads / internal::kWarpSize;
   static constexpr int kMostValues = kPartValues > 0 ? kPartValues : Program::kValues;
   struct Shared {
     alignas(kPackBytes) C values[2][kMostWarps][kMostValues];
@@ -238,7 +239,7 @@ class WideRowsBody {
       if (!kHasColumns) Enter(row);
       Row facts = next;
       if constexpr (Program::kIsTraced) program_.Start(&facts);
-      if constexpr (Program::kNames) program_.Start(row, &facts);
+      if constexpr (Program::kNames) program_.Start(NotUniform(row), &facts);
       next = Announce(row + stride_, 1);
       const Source source = SourceOf(row, Stages());
       if constexpr (kPartValues > 0) {
@@ -296,14 +297,20 @@ class WideRowsBody {
   __device__ __forceinline__ bool IsPacked() const {
     return !Program::kIsTraced || plan_.is_packed;
   }
+  // Reads what belongs to a row before it is needed.
   __device__ __forceinline__ Row Announce(int64_t row, int ahead) const {
     if (left_ <= ahead) return Row{};
     if constexpr (Program::kNames) {
-      return program_.Announce(row);
+      return program_.Announce(NotUniform(row));
     } else {
-      return program_.Begin(row);
+      return program_.Begin(NotUniform(row));
     }
   }
+  // The same row. The compiler does not know that it is the same for all threads. If it knew, it
+  // would move what is loaded to uniform registers, and so wait for it at once: the gradient of
+  // layer norm of bf16 took 944 us for 8192 x 50257 instead of 840, 1142 for 4096 x 128256 instead
+  // of 925.
+  __device__ __forceinline__ int64_t NotUniform(int64_t row) const { return row + (lane_ >> 30); }
   __device__ __forceinline__ uint4* Slot(int stage, int a, int k) const {
     const int array = kHasColumns ? stage * kInputs + a : a;
     return slots_ + (array * plan_.packs + k) * Threads();

@@ -27,8 +27,12 @@ def mode(ctx: Any) -> str | None:
 
 
 def is_open(ctx: Any) -> bool:
-    """Whether an operation was traced in a scope that accelerates it."""
-    return mode(ctx) in (ON, DETERMINISTIC)
+    """Whether an operation was traced in a scope that accelerates it.
+
+    Operations are left to jax if devices have parts of sums, according to their types.
+    """
+    avals = *ctx.avals_in, *ctx.avals_out
+    return mode(ctx) in (ON, DETERMINISTIC) and not any(map(_compat.axes_of_sums, avals))
 
 
 def may_change(ctx: Any, platform: str) -> bool:

@@ -314,6 +314,7 @@ def _problem(value: str) -> str | None:
     try:
         for replacement in _RULES:
             replacement.install()
+        _Replacement([_compat.reshard_primitive()], scatters.unreduced).install()
         if value.startswith(common.DETERMINISTIC):
             ordered = _Replacement([lax.scatter_p], scatters.in_order, on_several=True)
             ordered.install(["cuda"])

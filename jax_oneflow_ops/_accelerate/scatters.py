@@ -1,6 +1,7 @@
 """Swaps JAX's scatters that reduce: sums, differences, products, maxima and minima of rows."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +85,28 @@ class _Choice:
     selected: _scatter_rows.Rows | None = None  # if XLA selects single updates
 
 
+def _key(result: Any) -> Any:
+    """The key under which a program keeps how jax lowers a scatter with this result."""
+    return "scatter of jax_oneflow_ops", _compat.without_constraints(result)
+
+
+def unreduced(primitive: Any, platform: str, default: _compat.Lowering) -> _compat.Lowering:
+    """The rule of reshards: XLA's scatter is emitted if its result becomes "unreduced".
+
+    jax has such a result if the user asks for it with `out_sharding`, or in the gradient of a table
+    that is "reduced": the devices' parts of a sum over updates. A constraint after the scatter says
+    so, and XLA leaves out its all-reduce. It would take the sum of a kernel for a part.
+    """
+
+    def lower(ctx: Any, x: Any, **params: Any) -> Any:
+        if _compat.axes_of_sums(ctx.avals_out[0]):
+            again = _compat.functions_of_module(ctx).get(_key(x))
+            x = x if again is None else again()[0]
+        return default(ctx, x, **params)
+
+    return lower
+
+
 def rule(primitive: Any, platform: str, default: _compat.Lowering) -> _compat.Lowering:
     """The new lowering rule of `primitive`, in place of `default`."""
     reduction = REDUCTIONS[primitive]
@@ -130,6 +153,8 @@ def rule(primitive: Any, platform: str, default: _compat.Lowering) -> _compat.Lo
         more |= {"decision": choice.decision, "swapped": choice.rows is not None}
         row = primitive.name, ctx.avals_in, choice.reason
         explanation.add(primitive, ctx, results[0], *row, **more)
+        again = functools.partial(default, *args, **params)
+        _compat.functions_of_module(ctx)[_key(results[0])] = again
         return results
 
     return lower

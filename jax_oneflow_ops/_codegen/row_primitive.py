@@ -11,7 +11,7 @@ in `primitive`.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -91,6 +91,7 @@ def bind(
     if not any(x.ndim for x in every.values()):
         one = next(iter(every))
         every[one] = jnp.reshape(every[one], [1] * len(shape))
+    every = dict(zip(every, _that_fit(every.values()), strict=True))
     spec = Spec(definition, width, tuple(every), tuple(kinds))
     if not fits(spec, [x.shape for x in every.values()]):
         implementation = "xla"
@@ -103,6 +104,27 @@ def bind(
 def _is_full(args: Any, lead: Sequence[Any]) -> bool:
     shapes = [x.shape[:-1] for x in args if x.ndim]
     return bool(shapes) and jnp.broadcast_shapes(*shapes) == tuple(lead)
+
+
+def _that_fit(arrays: Iterable[jax.Array]) -> list[jax.Array]:
+    """Arrays whose sharding types fit together: with whole rows, unless they do as they are.
+
+    In `x.mean(-1, keepdims=True) * y`, one axis of the mesh may shard rows of `x` and columns of
+    `y`. The kernel reads both.
+    """
+    found = [_compat.as_array(x) for x in arrays]
+    avals = [jax.typeof(x) for x in found if x.ndim]
+    if len({aval.sharding for aval in avals}) > 1:
+        try:
+            _compat.elementwise_aval(*avals)
+        except _compat.ShardingTypeError:
+            return [_with_whole_rows(x) if x.ndim else x for x in found]
+    return found
+
+
+def _with_whole_rows(x: jax.Array) -> jax.Array:
+    aval = jax.typeof(x)
+    return _compat.resharded(x, aval, [*aval.sharding.spec[:-1], None])
 
 
 def fits(spec: Spec, shapes: Sequence[tuple[Any, ...]]) -> bool:

@@ -548,7 +548,7 @@ void TestGroupNorm(const RowsProblem& p, int64_t groups, int64_t parts, bool sil
 // A pixel's channels fill packs, fill packs only with other pixels, or do not fill packs. Groups
 // span several packs, or share one, or straddle two. A block holds several images, the last one
 // fewer; or an image; or several groups of an image, the last one fewer; or one group. Larger
-// groups have several blocks.
+// groups have a cluster of blocks, or several that do not wait for each other.
 template <typename T>
 int64_t TestGroupNorms(bool brief) {
   struct Images {
@@ -561,7 +561,7 @@ int64_t TestGroupNorms(bool brief) {
       {{1500, 1, 1}, 1, 1},   {{150, 7, 15}, 3, 2},  {{140, 3, 64}, 64, 3},  {{150, 5, 96}, 32, 5},
       {{1, 1, 2048}, 32, 1},  {{1, 1301, 17}, 1, 2}, {{40, 60, 96}, 32, 2},  {{1, 300, 63}, 7, 3},
       {{140, 40, 300}, 6, 2}, {{150, 5, 24}, 8, 1},  {{2, 333, 40}, 8, 2},   {{1, 901, 80}, 8, 2},
-      {{700, 3, 20}, 5, 1},   {{9, 77, 56}, 14, 1},  {{1, 2000, 22}, 2, 3}};
+      {{700, 3, 20}, 5, 1},   {{9, 77, 56}, 14, 1},  {{1, 2000, 22}, 2, 3},  {{1, 3001, 24}, 2, 8}};
   if (!brief) {
     all.push_back({{2, 4096, 256}, 32, 64});
     all.push_back({{700, 64, 320}, 32, 4});
@@ -571,6 +571,10 @@ int64_t TestGroupNorms(bool brief) {
     all.push_back({{140, 2000, 4}, 1, 2});
     all.push_back({{1, 433, 2048}, 32, 50});
     all.push_back({{3, 20000, 8}, 4, 8});
+    all.push_back({{1, 4096, 320}, 32, 80});
+    all.push_back({{2, 1024, 960}, 32, 60});
+    all.push_back({{3, 5003, 60}, 6, 19});
+    all.push_back({{1, 1045, 2048}, 32, 128});
   }
   int64_t launches = 0;
   for (const Images& i : all) {
@@ -628,7 +632,7 @@ int64_t TestType(const RowsProblem& p, int64_t step) {
 template <typename T, int V, int kInputs>
 int64_t TestGroupTilePlans() {
   using Tile = GroupTile<T, V, kInputs>;
-  int64_t plans = 0, failures = 0;
+  int64_t plans = 0, shared = 0, failures = 0;
   unsigned seed = V;
   const auto draw = [&](int64_t most) {
     seed = seed * 1664525u + 1013904223u;
@@ -637,18 +641,24 @@ int64_t TestGroupTilePlans() {
   for (int i = 0; i < 200000; ++i) {
     const int64_t groups = draw(64), width = draw(200);
     const GroupNormProblem p{draw(1000000), draw(5000), groups * width, groups};
+    const int most_cluster = i % 2 == 0 ? 1 : 1 + i / 2 % 8;
     GroupTilesPlan plan{};
-    if (!PlanGroupTiles<V>(p, sizeof(T), Tile::kHeld, 132, &plan)) continue;
+    if (!PlanGroupTiles<V>(p, sizeof(T), Tile::kHeld, 132, most_cluster, &plan)) continue;
     ++plans;
+    shared += plan.cluster_bits > 0;
+    const int64_t image_tiles = plan.parts() >> plan.cluster_bits;
     const bool is_right =
         plan.pixels * plan.merged == p.pixels && plan.channels == p.channels * plan.merged &&
-        plan.threads <= kMostGroupTileThreads<V> &&
-        int64_t{plan.along} * Tile::kHeld >= plan.pixels &&
+        plan.threads <= kMostGroupTileThreads<V> && plan.cluster() <= most_cluster &&
+        int64_t{plan.along} * Tile::kHeld >= plan.part &&
+        int64_t{plan.part} * plan.cluster() >= plan.pixels &&
+        int64_t{plan.part} * (plan.cluster() - 1) < plan.pixels &&
         plan.tile_images * plan.along * plan.packs <= plan.threads &&
         plan.packs * V == plan.tile_groups * plan.width &&
         plan.tiles * plan.tile_groups >= groups && (plan.tiles - 1) * plan.tile_groups < groups &&
-        (plan.tiles == 1 || plan.tile_images == 1) && plan.parts() * plan.tile_images >= p.images &&
-        (plan.parts() - 1) * plan.tile_images < p.images &&
+        ((plan.tiles == 1 && plan.cluster_bits == 0) || plan.tile_images == 1) &&
+        image_tiles * plan.tile_images >= p.images &&
+        (image_tiles - 1) * plan.tile_images < p.images &&
         plan.team_rounds << plan.team_bits >= plan.along * plan.width >> plan.joined_bits &&
         Tile::SharedBytes(plan, sizeof(GroupStats<Compute<T>>)) <= 99 << 10;
     if (is_right) continue;
@@ -656,9 +666,9 @@ int64_t TestGroupTilePlans() {
     std::printf("wrong tiles: pack %d, %ld x %ld x %ld, %ld groups\n", V, long(p.images),
                 long(p.pixels), long(p.channels), long(groups));
   }
-  std::printf("%ld plans of tiles with packs of %d, %ld failures\n", long(plans), V,
-              long(failures));
-  return failures + (plans < 1000);
+  std::printf("%ld plans of tiles with packs of %d, %ld for clusters, %ld failures\n", long(plans),
+              V, long(shared), long(failures));
+  return failures + (plans < 1000) + (shared < 300);
 }
 
 // The lanes of few rows, on a GPU with 132 multiprocessors; 0: they have no instance of their own.
