@@ -141,6 +141,8 @@ WAITING = {
     r"StridedRowsKernel<.*SoftmaxForward<.*BFloat16, false>, 4, .*Rows\)0>": 0,
     r"StridedRowsKernel<.*SoftmaxForward<.*BFloat16, false>, 4, .*Rows\)3>": 8,
     r"ThreadRowsKernel<.*NormForward<float, true, false>, 7, 1>": 2,
+    r"WideRowsKernel<.*NormBackward<.*BFloat16, true, false, 2>": 9,
+    r"WideRowsKernel<.*NormBackward<float, true, false, 2>": 5,
 }
 
 
