@@ -60,9 +60,9 @@ def axes_of_sums(aval: Any) -> frozenset[Any]:
     On Explicit axes, also those over which only its cotangents are: jax calls arrays "unreduced"
     and "reduced". In a `shard_map`, the latter are ordinary arrays.
     """
-    spec, of_manual_axes = aval.sharding.spec, getattr(aval, "mat", None)
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)  # tokens have none
     found: frozenset[Any] = frozenset().union(
-        getattr(of_manual_axes, "unreduced", ()),
+        getattr(getattr(aval, "mat", None), "unreduced", ()),
         *(getattr(spec, name, ()) for name in ("unreduced", "reduced")),
     )
     return found

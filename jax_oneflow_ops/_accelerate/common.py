@@ -31,8 +31,9 @@ def is_open(ctx: Any) -> bool:
 
     Operations are left to jax if devices have parts of sums, according to their types.
     """
-    avals = *ctx.avals_in, *ctx.avals_out
-    return mode(ctx) in (ON, DETERMINISTIC) and not any(map(_compat.axes_of_sums, avals))
+    if mode(ctx) not in (ON, DETERMINISTIC):
+        return False
+    return not any(map(_compat.axes_of_sums, (*ctx.avals_in, *ctx.avals_out)))
 
 
 def may_change(ctx: Any, platform: str) -> bool:
