@@ -18,16 +18,16 @@ R = TypeVar("R")
 
 def as_array(function: str, name: str, x: Any, *, numbers: bool = False) -> jax.Array:
     """`x` as a jax array. Raises TypeError unless it is an array or, with `numbers`, a number."""
+    if hasattr(x, "__jax_array__") and not isinstance(x, type | jax.Array):
+        x = x.__jax_array__()
     if isinstance(x, jax.Array):
-        if axes := _compat.axes_of_sums(jax.typeof(x)):
+        if axes := _compat.unreduced_or_reduced_axes(jax.typeof(x)):
             raise _compat.ShardingTypeError(
                 f"{function}: {name} is unreduced or reduced over the mesh axes "
                 f"{sorted(map(str, axes))}: it, or its cotangent, is a sum that is not added up "
                 "yet; add it up first, with jax.sharding.reshard, or jax.lax.psum in a shard_map"
             )
         return x  # jnp.asarray would drop a tracer's sharding under vmap in jax 0.8
-    if hasattr(x, "__jax_array__") and not isinstance(x, type):
-        return cast(jax.Array, x.__jax_array__())
     if isinstance(x, _compat.NUMPY_TYPES):
         try:
             return jnp.asarray(x)

@@ -54,11 +54,11 @@ join_varying_axes: Callable[..., Sequence[Any]] = getattr(
 ShardingTypeError: type[Exception] = getattr(core_internals, "ShardingTypeError", TypeError)
 
 
-def axes_of_sums(aval: Any) -> frozenset[Any]:
-    """The mesh axes over which an array is a sum of the devices' parts that is not added up yet.
+def unreduced_or_reduced_axes(aval: Any) -> frozenset[Any]:
+    """The mesh axes over which a type is "unreduced" or, if they are Explicit, "reduced".
 
-    On Explicit axes, also those over which only its cotangents are: jax calls arrays "unreduced"
-    and "reduced". In a `shard_map`, the latter are ordinary arrays.
+    An unreduced array is a sum of the devices' parts that is not added up yet. The cotangents of a
+    reduced one are. In a `shard_map`, functions join reduced operands with those that vary.
     """
     spec = getattr(getattr(aval, "sharding", None), "spec", None)  # tokens have none
     found: frozenset[Any] = frozenset().union(

@@ -787,16 +787,18 @@ def _scatter_reduce_jvp(
         return result, _primitive.total(terms, result)
     # On Explicit axes, updates may be sharded differently from ids and the operand.
     found = bind(gather_rows_p, result, ids, fill="zero", **params)
-    is_hit = updates == _compat.with_sharding_of(found, jax.typeof(updates))
-    kept = like_result(operand)
-    is_kept = (kept == result) | (kept != kept) & (result != result)  # also NaN
-    hits = add(is_hit.astype(updates.dtype)) + is_kept.astype(result.dtype)
+    found = _compat.with_sharding_of(found, jax.typeof(updates))
+    is_hit = updates == found
+    # Nothing equals NaN. Where the result is NaN, all updates of the row are counted, so that a row
+    # without updates can be told from others: it keeps its tangent.
+    hits = add((is_hit | (found != found)).astype(updates.dtype))
+    is_kept = (like_result(operand) == result) | ((result != result) & (hits == 0))
+    hits += is_kept.astype(result.dtype)
     if not isinstance(of_operand, ad.Zero):
         of_operand = like_result(of_operand)
         terms.append(jnp.where(is_kept, of_operand, jnp.zeros_like(of_operand)))
     if not isinstance(of_updates, ad.Zero):
         terms.append(add(jnp.where(is_hit, of_updates, jnp.zeros_like(of_updates))))
-    # An update of NaN is no hit, as nothing equals NaN.
     return result, _primitive.total(terms, result) / jnp.maximum(hits, 1)
 
 

@@ -683,8 +683,8 @@ def _rows_spec(name: str, sharding: Any) -> Any:
     spec = getattr(sharding, "spec", sharding)
     if getattr(spec, "unreduced", ()) or getattr(spec, "reduced", ()):
         raise NotImplementedError(
-            f"{name}: out_sharding must not have unreduced or reduced axes, got {spec}; use "
-            f"jax.ops.{name} for that"
+            f"{name}: out_sharding must not have unreduced or reduced axes, got {spec}; leave them "
+            "out, which costs an all-reduce"
         )
     entry = (*spec, None)[0]
     explicit = {*jax.sharding.get_abstract_mesh().explicit_axes}

@@ -646,7 +646,8 @@ def test_gradient_inside_shard_map(axis_types):
 # --- sums that are not added up yet ---------------------------------------------------------------
 
 
-HAS_UNREDUCED_LOOKUPS = jax.__version_info__ >= (0, 9)  # and scatters
+# Whether jax has unreduced operands of scatters, and unreduced results of segment sums.
+HAS_UNREDUCED = jax.__version_info__ >= (0, 9)
 
 
 def delayed(name):
@@ -667,8 +668,16 @@ def delayed(name):
     return f
 
 
-@pytest.mark.skipif(not HAS_UNREDUCED_LOOKUPS, reason="not in this version of jax")
-@pytest.mark.parametrize("name", ["lookup", "scatter", "segment_sum", "operand"])
+NOT_IN_THIS_JAX = pytest.mark.skipif(not HAS_UNREDUCED, reason="not in this version of jax")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lookup", "scatter"),
+        *(pytest.param(name, marks=NOT_IN_THIS_JAX) for name in ("segment_sum", "operand")),
+    ],
+)
 def test_accelerate_leaves_unreduced_results_to_jax(name, native):
     """Kernels return sums over all devices: XLA would take each for the part of one device."""
     xs = np.zeros((8, 3), np.float32), np.arange(16) * 5 % 8, integers((16, 3))
@@ -682,6 +691,10 @@ def test_accelerate_leaves_unreduced_results_to_jax(name, native):
         arguments = put(mesh, (P(), P("a"), P("a")), xs)
         expected = jax.jit(run)(*arguments)
         assert_close(jax.jit(jof.accelerate(run))(*arguments), expected)
+        report = jof.explain(run, *arguments)
+        assert all(not row.swapped for row in report.rows)
+        if name != "operand":
+            assert "unreduced" in str(report)
 
 
 OF_UNREDUCED = {
@@ -698,7 +711,7 @@ OF_UNREDUCED = {
 }
 
 
-@pytest.mark.skipif(not HAS_UNREDUCED_LOOKUPS, reason="not in this version of jax")
+@NOT_IN_THIS_JAX
 @pytest.mark.parametrize("name", OF_UNREDUCED)
 @pytest.mark.parametrize("is_manual", [False, True])
 def test_unreduced_operands_are_an_error(name, is_manual):
@@ -717,6 +730,33 @@ def test_unreduced_operands_are_an_error(name, is_manual):
         (x,) = put(mesh, (P(None, "a"),), (x,))
         with pytest.raises(_compat.ShardingTypeError, match=r"unreduced.*jax\.sharding\.reshard"):
             jax.jit(in_shard_map if is_manual else on_explicit_axes)(x)
+
+
+@NOT_IN_THIS_JAX
+def test_unreduced_out_sharding_is_an_error():
+    unreduced = P(None, unreduced={"a"})
+    with mesh_of("explicit"), pytest.raises(NotImplementedError, match="all-reduce"):
+        jof.segment_sum(np.ones((4, 3)), np.arange(4), 4, out_sharding=unreduced)
+
+
+@NOT_IN_THIS_JAX
+def test_fused_function_of_a_reduced_operand():
+    """Each device adds its part to the gradient of an operand that is "reduced"."""
+    x, w = integers((8, 4)), integers((4,), 1)
+
+    def gradient(f):
+        def of_shard(x, w):
+            dw = jax.grad(lambda w: f(x, w).sum())(lax.pcast(w, "a", to="reduced"))
+            return lax.psum(dw, "a")
+
+        return jax.jit(jax.shard_map(of_shard, in_specs=(P("a"), P()), out_specs=P()))
+
+    def f(x, w):
+        return x * w * w
+
+    with mesh_of("explicit") as mesh:
+        arguments = put(mesh, (P("a"), P()), (x, w))
+        assert_close(gradient(jof.fuse(f))(*arguments), gradient(f)(*arguments), 1e-6)
 
 
 # --- upsample_nearest2d: images that are sharded --------------------------------------------------

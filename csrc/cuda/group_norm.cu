@@ -28,8 +28,8 @@
 // inputs once. But a block then has few elements, and spends as much time on exchanging sums as on
 // these: value and gradient with silu of f32 (32, 4096, 256) on an H200 took 500 us instead of 373.
 //
-// Groups that a block or a few clusters of blocks can hold in registers have kernels of their own,
-// in group_norm_tiles.cuh.
+// Groups that a block can hold in registers, or a cluster if clusters are few, have kernels of
+// their own, in group_norm_tiles.cuh.
 #include "cuda/group_norm.h"
 
 #include <algorithm>
@@ -127,7 +127,9 @@ class GroupNormBody {
 
   // Calls visit(x, at) for each row of this thread; `at` is the offset of its elements. Before
   // that, calls begin(row, load) for every kAhead-th row, or for each if rows are not packed;
-  // load(x) loads the row. May be called only once, since it uses up the copies in flight.
+  // load(x) loads the row. What few rows need belongs there: if it were done in visit, nvcc would
+  // move all values that it may change, for each row. May be called only once, since it uses up the
+  // copies in flight.
   template <typename Begin, typename Visit>
   __device__ __forceinline__ void ForEachRow(const Begin& begin, const Visit& visit) {
     int64_t at = first_;
@@ -365,6 +367,7 @@ class GroupNormForwardBody : public GroupNormBody<T, 1> {
         square[j] = s.square;
       }
     };
+    static_assert(Base::kAhead == 4, "begin is called for these rows");
     const auto begin = [&](int row, const auto& load) {
       if (row == 0) {
         C x[1][V];
@@ -758,20 +761,22 @@ bool TryGroupTiles(const GroupNormProblem& p, int64_t alignment, const RowsDevic
            attempt(std::integral_constant<int, 2>(), most_cluster) ||
            attempt(std::integral_constant<int, 1>(), most_cluster);
   };
-  // Each block of a cluster writes a part of the sums over images and pixels.
-  const bool may_share = kMayShareGroups<T> && device.has_clusters && parts > 1;
-  if (!attempt_each(1) && may_share) attempt_each(static_cast<int>(std::min<int64_t>(parts, 8)));
+  // In gradients, each block of a cluster writes a part of the sums over images and pixels.
+  const int64_t most_cluster = kInputs > 1 ? std::min<int64_t>(parts, 8) : 8;
+  const bool may_share = kMayShareGroups<T> && device.has_clusters && most_cluster > 1;
+  if (!attempt_each(1) && may_share) attempt_each(static_cast<int>(most_cluster));
   return launched;
 }
 
 // Launches a kernel of tiles, whose groups have `of_group` bytes of shared memory.
 template <typename Tile, typename Call>
 cudaError_t LaunchTiles(void (*kernel)(Call, GroupTilesPlan), const Call& call,
-                        const GroupTilesPlan& plan, int64_t of_group, cudaStream_t stream) {
+                        const GroupTilesPlan& plan, int64_t of_group, const RowsDevice& device,
+                        cudaStream_t stream) {
   const auto bytes = static_cast<int>(Tile::SharedBytes(plan, of_group));
-  if (bytes > 48 << 10) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  constexpr int kMostByDefault = 47 << 10;  // 48 KB with what the kernel declares
+  if (bytes > kMostByDefault) {
+    const cudaError_t status = AllowSharedMemory(reinterpret_cast<const void*>(kernel), device);
     if (status != cudaSuccess) return status;
   }
   cudaLaunchAttribute attribute{};
@@ -805,7 +810,7 @@ cudaError_t LaunchGroupNorm(const GroupNormCall& call, cudaStream_t stream) {
       const auto on_tiles = [&](auto pack, const GroupTilesPlan& plan) {
         constexpr int V = decltype(pack)::value;
         launched = LaunchTiles<GroupTile<T, V, 1>>(GroupTilesKernel<T, V, kSilu>, forward, plan,
-                                                   sizeof(GroupStats<C>), stream);
+                                                   sizeof(GroupStats<C>), device, stream);
       };
       if (TryGroupTiles<T, 1>(call.problem, alignment, device, call.parts, on_tiles)) {
         return launched;
@@ -853,7 +858,7 @@ cudaError_t LaunchGroupNormVjp(const GroupNormVjpCall& call, cudaStream_t stream
           tiles.columns[1] = dscale;
         }
         status = LaunchTiles<GroupTile<T, V, 2>>(GroupTilesVjpKernel<T, V, kSilu>, tiles, plan,
-                                                 sizeof(Sums<C>), stream);
+                                                 sizeof(Sums<C>), device, stream);
       };
       if (TryGroupTiles<T, 2>(call.problem, alignment, device, call.parts, on_tiles)) {
         if (sums == 1) return status;

@@ -29,11 +29,11 @@ def mode(ctx: Any) -> str | None:
 def is_open(ctx: Any) -> bool:
     """Whether an operation was traced in a scope that accelerates it.
 
-    Operations are left to jax if devices have parts of sums, according to their types.
+    Not if a type is unreduced or reduced: kernels return sums over all devices.
     """
     if mode(ctx) not in (ON, DETERMINISTIC):
         return False
-    return not any(map(_compat.axes_of_sums, (*ctx.avals_in, *ctx.avals_out)))
+    return not any(map(_compat.unreduced_or_reduced_axes, (*ctx.avals_in, *ctx.avals_out)))
 
 
 def may_change(ctx: Any, platform: str) -> bool:

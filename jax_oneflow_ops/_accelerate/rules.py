@@ -314,7 +314,9 @@ def _problem(value: str) -> str | None:
     try:
         for replacement in _RULES:
             replacement.install()
-        _Replacement([_compat.reshard_primitive()], scatters.unreduced).install()
+        # Not in _RULES: if jax has no such name, that is a problem to warn of, as others are.
+        reshards = [_compat.reshard_primitive()]
+        _Replacement(reshards, scatters.by_jax_if_unreduced).install()
         if value.startswith(common.DETERMINISTIC):
             ordered = _Replacement([lax.scatter_p], scatters.in_order, on_several=True)
             ordered.install(["cuda"])

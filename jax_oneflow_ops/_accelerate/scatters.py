@@ -86,12 +86,14 @@ class _Choice:
 
 
 def _key(result: Any) -> Any:
-    """The key under which a program keeps how jax lowers a scatter with this result."""
+    """The key under which a program keeps how jax lowers the scatter that has this result."""
     return "scatter of jax_oneflow_ops", _compat.without_constraints(result)
 
 
-def unreduced(primitive: Any, platform: str, default: _compat.Lowering) -> _compat.Lowering:
-    """The rule of reshards: XLA's scatter is emitted if its result becomes "unreduced".
+def by_jax_if_unreduced(
+    primitive: Any, platform: str, default: _compat.Lowering
+) -> _compat.Lowering:
+    """The rule of reshards: jax's own scatter is emitted if its result becomes "unreduced".
 
     jax has such a result if the user asks for it with `out_sharding`, or in the gradient of a table
     that is "reduced": the devices' parts of a sum over updates. A constraint after the scatter says
@@ -99,9 +101,15 @@ def unreduced(primitive: Any, platform: str, default: _compat.Lowering) -> _comp
     """
 
     def lower(ctx: Any, x: Any, **params: Any) -> Any:
-        if _compat.axes_of_sums(ctx.avals_out[0]):
-            again = _compat.functions_of_module(ctx).get(_key(x))
-            x = x if again is None else again()[0]
+        made = None
+        if _compat.unreduced_or_reduced_axes(ctx.avals_out[0]):
+            made = _compat.functions_of_module(ctx).get(_key(x))
+        if made is not None:
+            by_jax, (operation, avals, _) = made
+            _compat.untag(x, explanation.TAG)
+            (x,) = by_jax()
+            row = operation, avals, "its result is unreduced: XLA adds up the devices' parts later"
+            explanation.add(primitive, ctx, x, *row, swapped=False)
         return default(ctx, x, **params)
 
     return lower
@@ -153,8 +161,9 @@ def rule(primitive: Any, platform: str, default: _compat.Lowering) -> _compat.Lo
         more |= {"decision": choice.decision, "swapped": choice.rows is not None}
         row = primitive.name, ctx.avals_in, choice.reason
         explanation.add(primitive, ctx, results[0], *row, **more)
-        again = functools.partial(default, *args, **params)
-        _compat.functions_of_module(ctx)[_key(results[0])] = again
+        if choice.rows is not None or choice.selected is not None:
+            by_jax = functools.partial(default, *args, **params)
+            _compat.functions_of_module(ctx)[_key(results[0])] = by_jax, row
         return results
 
     return lower

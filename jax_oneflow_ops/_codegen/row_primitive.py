@@ -91,7 +91,7 @@ def bind(
     if not any(x.ndim for x in every.values()):
         one = next(iter(every))
         every[one] = jnp.reshape(every[one], [1] * len(shape))
-    every = dict(zip(every, _that_fit(every.values()), strict=True))
+    every = dict(zip(every, _with_shardings_that_fit(every.values()), strict=True))
     spec = Spec(definition, width, tuple(every), tuple(kinds))
     if not fits(spec, [x.shape for x in every.values()]):
         implementation = "xla"
@@ -106,7 +106,7 @@ def _is_full(args: Any, lead: Sequence[Any]) -> bool:
     return bool(shapes) and jnp.broadcast_shapes(*shapes) == tuple(lead)
 
 
-def _that_fit(arrays: Iterable[jax.Array]) -> list[jax.Array]:
+def _with_shardings_that_fit(arrays: Iterable[jax.Array]) -> list[jax.Array]:
     """Arrays whose sharding types fit together: with whole rows, unless they do as they are.
 
     In `x.mean(-1, keepdims=True) * y`, one axis of the mesh may shard rows of `x` and columns of

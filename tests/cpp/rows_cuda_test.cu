@@ -548,7 +548,7 @@ void TestGroupNorm(const RowsProblem& p, int64_t groups, int64_t parts, bool sil
 // A pixel's channels fill packs, fill packs only with other pixels, or do not fill packs. Groups
 // span several packs, or share one, or straddle two. A block holds several images, the last one
 // fewer; or an image; or several groups of an image, the last one fewer; or one group. Larger
-// groups have a cluster of blocks, or several that do not wait for each other.
+// groups have a cluster of blocks, or blocks for parts of images.
 template <typename T>
 int64_t TestGroupNorms(bool brief) {
   struct Images {
@@ -561,7 +561,8 @@ int64_t TestGroupNorms(bool brief) {
       {{1500, 1, 1}, 1, 1},   {{150, 7, 15}, 3, 2},  {{140, 3, 64}, 64, 3},  {{150, 5, 96}, 32, 5},
       {{1, 1, 2048}, 32, 1},  {{1, 1301, 17}, 1, 2}, {{40, 60, 96}, 32, 2},  {{1, 300, 63}, 7, 3},
       {{140, 40, 300}, 6, 2}, {{150, 5, 24}, 8, 1},  {{2, 333, 40}, 8, 2},   {{1, 901, 80}, 8, 2},
-      {{700, 3, 20}, 5, 1},   {{9, 77, 56}, 14, 1},  {{1, 2000, 22}, 2, 3},  {{1, 3001, 24}, 2, 8}};
+      {{700, 3, 20}, 5, 1},   {{9, 77, 56}, 14, 1},  {{1, 2000, 22}, 2, 3},  {{1, 3001, 24}, 2, 8},
+      {{1, 2858, 5}, 1, 8},   {{1, 2144, 10}, 1, 8}, {{1, 2144, 20}, 1, 8}};
   if (!brief) {
     all.push_back({{2, 4096, 256}, 32, 64});
     all.push_back({{700, 64, 320}, 32, 4});
@@ -669,6 +670,29 @@ int64_t TestGroupTilePlans() {
   std::printf("%ld plans of tiles with packs of %d, %ld for clusters, %ld failures\n", long(plans),
               V, long(shared), long(failures));
   return failures + (plans < 1000) + (shared < 300);
+}
+
+// Whether clusters share the groups of an image whose packs have V elements, if no block can hold
+// one and there are 132 multiprocessors.
+template <typename T, int V, int kInputs>
+bool SharesGroups(int64_t images, int64_t pixels, int64_t channels, int64_t groups) {
+  const GroupNormProblem p{images, pixels, channels, groups};
+  constexpr int kHeld = GroupTile<T, V, kInputs>::kHeld;
+  GroupTilesPlan plan{};
+  return !PlanGroupTiles<V>(p, sizeof(T), kHeld, 132, 1, &plan) &&
+         PlanGroupTiles<V>(p, sizeof(T), kHeld, 132, 8, &plan) && plan.cluster_bits > 0 &&
+         PrefersGroupTiles(p, plan, sizeof(T), kInputs > 1, 132);
+}
+
+// The cases of TestGroupNorms that are for clusters. The images of the last three are merged.
+int64_t TestSharedGroups() {
+  const bool is_right =
+      SharesGroups<Half, 8, 1>(1, 4096, 320, 32) && SharesGroups<Half, 4, 2>(1, 4096, 320, 32) &&
+      SharesGroups<float, 4, 1>(1, 4096, 320, 32) && SharesGroups<Half, 8, 1>(2, 1024, 960, 32) &&
+      SharesGroups<Half, 8, 1>(1, 2144, 20, 1) && SharesGroups<float, 4, 1>(1, 2144, 10, 1) &&
+      SharesGroups<float, 4, 2>(1, 2858, 5, 1) && !SharesGroups<Half, 4, 2>(32, 4096, 320, 32);
+  if (!is_right) std::printf("wrong plans for clusters that share groups\n");
+  return !is_right;
 }
 
 // The lanes of few rows, on a GPU with 132 multiprocessors; 0: they have no instance of their own.
@@ -903,7 +927,7 @@ int main(int argc, char** argv) {
   if (wanted("plans")) {
     failures +=
         TestWidePlans() + TestGroupTilePlans<Half, 8, 1>() + TestGroupTilePlans<Half, 4, 2>();
-    failures += TestStridedPlans();
+    failures += TestStridedPlans() + TestSharedGroups();
     failures += TestGroupTilePlans<float, 4, 2>() + TestGroupTilePlans<double, 1, 1>();
   }
   // Rows whose elements are strided.
