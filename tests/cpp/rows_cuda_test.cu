@@ -690,7 +690,7 @@ int64_t TestSharedGroups() {
       SharesGroups<Half, 8, 1>(1, 4096, 320, 32) && SharesGroups<Half, 4, 2>(1, 4096, 320, 32) &&
       SharesGroups<float, 4, 1>(1, 4096, 320, 32) && SharesGroups<Half, 8, 1>(2, 1024, 960, 32) &&
       SharesGroups<Half, 8, 1>(1, 2144, 20, 1) && SharesGroups<float, 4, 1>(1, 2144, 10, 1) &&
-      SharesGroups<float, 4, 2>(1, 2858, 5, 1) && !SharesGroups<Half, 4, 2>(32, 4096, 320, 32);
+      SharesGroups<float, 2, 2>(1, 2858, 5, 1) && !SharesGroups<Half, 4, 2>(32, 4096, 320, 32);
   if (!is_right) std::printf("wrong plans for clusters that share groups\n");
   return !is_right;
 }
