@@ -575,9 +575,9 @@ _OF_BOOLS = REDUCTIONS | {"reduce_max": "jof::RowOr", "reduce_min": "jof::RowAnd
 IDENTITIES = frozenset(
     re.findall(
         r"\w+",
-        """copy copy_p pvary pcast reduced_vary_cast_p sharding_constraint reshard mesh_cast name
-        optimization_barrier stop_gradient broadcast_in_dim reshape squeeze expand_dims
-        layout_constraint""",
+        """copy copy_p pvary pcast reduced_vary_cast_p reduced_vary_cast sharding_constraint
+        reshard mesh_cast name optimization_barrier stop_gradient broadcast_in_dim reshape squeeze
+        expand_dims layout_constraint""",
     )
 )
 
