@@ -27,7 +27,7 @@
 //   bf16 1 x 4096 x 320   2.8    10 (18)      15 (23)
 //   bf16 2 x 1024 x 960   3.7    12 (22)      19 (27)
 //   f32 1 x 4096 x 320    4.5    12 (20)      18 (25)
-//   bf16 4 x 4096 x 320   6.9    22 (29)      33 (33)
+//   bf16 4 x 4096 x 320   6.9    22 (29)      34 (32)
 // If there are many images, clusters are slower: bf16 32 x 4096 x 320 takes 107 us (91), its
 // gradient 186 (132).
 #pragma once
@@ -254,8 +254,8 @@ inline bool PrefersGroupTiles(const GroupNormProblem& p, const GroupTilesPlan& p
   const double sectors = plan.tiles > 1 ? std::max(1.0, 32 / run) : 1;
   if (plan.cluster_bits > 0) {
     // Many clusters take long: one starts when there is room for all of its blocks. Up to the first
-    // limit, 48 shapes took 0.4 to 1.02 times as long as with the other kernels, beyond it mostly 1
-    // to 4 times. Large blocks run alone on a multiprocessor: 0.4 to 0.95, and 0.8 to 1.5 beyond.
+    // limit, 48 shapes took 0.4 to 1.04 times as long as with the other kernels, beyond it mostly 1
+    // to 4 times. Large blocks run alone on a multiprocessor: up to their limit, 0.5 to 0.95 times.
     const auto threads = static_cast<double>(plan.blocks * plan.threads);
     const double waves = threads / (double{kRunningTileThreads} * multiprocessors);
     return waves * sectors <= (plan.threads <= kSharedGroupThreads ? 2 : 0.9);

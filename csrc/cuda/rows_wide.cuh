@@ -23,7 +23,7 @@
 //   bf16 8192 x 50257   385    467      1098                472
 //   f32 8192 x 50257    766    933      2240                941
 //                       copy   rms norm, with its gradient  layer norm, with its gradient
-//   bf16 8192 x 50257   385    459      1199                507     1478
+//   bf16 8192 x 50257   385    459      1193                505     1346
 //   f32 8192 x 50257    766    895      2191                918     2244
 // On an H100, RowsKernel took 865 for softmax (1813 with its gradient) in bf16 and 1312 in f32, and
 // 640, 2466, 1261, 3149 (bf16) and 938, 4409, 1329, 4890 (f32) for the norms. It reads row vectors

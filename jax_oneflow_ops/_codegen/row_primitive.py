@@ -112,7 +112,7 @@ def _with_shardings_that_fit(arrays: Iterable[jax.Array]) -> list[jax.Array]:
     In `x.mean(-1, keepdims=True) * y`, one axis of the mesh may shard rows of `x` and columns of
     `y`. The kernel reads both.
     """
-    found = [_compat.as_array(x) for x in arrays]
+    found = [*arrays]
     avals = [jax.typeof(x) for x in found if x.ndim]
     if len({aval.sharding for aval in avals}) > 1:
         try:
