@@ -29,16 +29,21 @@ _JVP = [_IMAGE, _VECTOR, _VECTOR, _STATS, _IMAGE, _VECTOR, _VECTOR], [_IMAGE]
 _PART_BYTES = {"cuda": 1 << 15, "cpu": 1 << 17}
 _MOST_PARTS = 128
 _TILE_BYTES = 4096
+# The most blocks of a cluster, which needs a part for each of them, and the most images that have so
+# many parts however small they are.
+_CLUSTER, _FEW_IMAGES = 8, 32
 
 
 def _parts(platform: str, x: jax.Array) -> Any:
     """The number of parts in the scratch of a call, where x is (images, pixels, channels)."""
-    _, pixels, channels = x.shape
+    images, pixels, channels = x.shape
     if not isinstance(pixels, int) or not isinstance(channels, int):
         return _MOST_PARTS
     pixel = channels * x.dtype.itemsize
-    parts = min(pixels, _MOST_PARTS, math.ceil(pixels * pixel / _PART_BYTES[platform]))
-    return max(parts, math.ceil(pixel / _TILE_BYTES))
+    parts = math.ceil(pixels * pixel / _PART_BYTES[platform])
+    if platform == "cuda" and isinstance(images, int) and images <= _FEW_IMAGES:
+        parts = max(parts, _CLUSTER)
+    return max(min(pixels, _MOST_PARTS, parts), math.ceil(pixel / _TILE_BYTES))
 
 
 def _merged(x: jax.Array, spatial: int) -> jax.Array:

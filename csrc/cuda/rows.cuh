@@ -141,6 +141,8 @@ struct RowsProgram {
   // Whether WholeRowsKernel needs more than 64 registers for one input and rows without edges.
   JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return false; }
   static constexpr bool kNames = false;
+  // Whether blocks beyond those that have rows may do something else, see WholeRowsKernel.
+  static constexpr bool kHasSide = false;
   // The most rows that a thread may work on at a time.
   static constexpr int kMostRows = 8;
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 1; }

@@ -230,13 +230,17 @@ bool PlanWholeRows(const Program& program, const RowsProblem& problem, const Row
     const bool are_few = rows <= (n <= 2048 ? 16 : 4) * device.multiprocessors;
     const bool pays = !kIsNarrow<typename Program::Element> || n <= 512 || are_few;
     if (kHasEdges && !pays) return false;
+    constexpr int64_t kFloatBytes = std::min<int64_t>(V * sizeof(float), kPackBytes);
     for (const RowVector& vector : program.vectors) {
-      if (!kHasEdges && !IsAligned(vector.data, vector.is_f32 ? kPackBytes : kBytes)) return false;
+      if (!kHasEdges && !IsAligned(vector.data, vector.is_f32 ? kFloatBytes : kBytes)) return false;
     }
   }
   constexpr WholeRowsTraits kTraits = WholeRowsTraitsOf<V, Program>();
   *team = WholeRowsTeamOf(kTraits, kHasEdges, n, rows, few, device.has_clusters);
   *plan = {rows, 0, static_cast<int>(n), team->lanes, true};
+  if constexpr (Program::kHasSide) {
+    if (program.has_side && !team->shape.MayHaveSide()) return false;
+  }
   return team->lanes > 0;
 }
 
@@ -269,10 +273,15 @@ cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int clus
   const cudaError_t status = CountWholeRowsBlocks(reinterpret_cast<const void*>(kernel), kRows,
                                                   threads, Program::kColumnSums > 0, &plan, blocks);
   if (status != cudaSuccess) return status;
+  int64_t all = *blocks * cluster;
+  Program planned = program;
+  if constexpr (Program::kHasSide) {
+    plan.row_blocks = all;
+    if (program.has_side) all += (planned.PlanSide(threads) + cluster - 1) / cluster * cluster;
+  }
   cudaLaunchAttribute attribute{};
-  const cudaLaunchConfig_t config =
-      ClusterConfig(*blocks * cluster, threads, cluster, 0, &attribute, stream);
-  return cudaLaunchKernelEx(&config, kernel, program, plan);
+  const cudaLaunchConfig_t config = ClusterConfig(all, threads, cluster, 0, &attribute, stream);
+  return cudaLaunchKernelEx(&config, kernel, planned, plan);
 }
 
 // Calls visit with each std::integral_constant below kCount.

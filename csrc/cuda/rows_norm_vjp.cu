@@ -4,14 +4,104 @@
 //
 // The gradients of scale and bias are sums over rows. Each team adds up its rows while it has them
 // on chip. The sums of the teams of a block are added and written to a part of the scratch, and a
-// second kernel adds the parts. If there are few elements, or few long rows, ColumnSumsKernel reads
-// x and dy instead (PrefersSeparate, LaunchBackward). Rows that are not contiguous are always
-// summed by the kernel for dx. All of this is in a fixed order.
+// second kernel adds the parts. If there are few rows, other blocks of the kernel for dx read x and
+// dy again instead (LaunchTogether), or ColumnSumsKernel does (PrefersSeparate, LaunchBackward).
+// Rows that are not contiguous are always summed by the kernel for dx. All of this is in a fixed
+// order.
 #include "cuda/rows.h"
 #include "cuda/rows_launch.cuh"
 
 JOF_NAMESPACE_BEGIN
 namespace {
+
+// The most threads that have the same row, the most threads of a block of ColumnSumsKernel, and
+// rows that a thread loads at a time.
+inline constexpr int kColumnLanes = 16, kColumnThreads = 256, kColumnBatch = 4;
+
+// Sums over rows.
+template <typename T, bool kCenter>
+struct ColumnSums {
+  using C = Compute<T>;
+  const T *x, *dy;
+  const NormStats<T, kCenter>* stats;
+  C* targets[2];  // dscale and dbias, or null
+  int64_t rows;
+  int n, vectors;
+  int64_t each;  // rows of a part
+  int lanes;     // packs of columns of a block
+
+  // Adds up `each` rows for `lanes` packs of V columns. The threads that have the same row are a
+  // team, and teams take rows round-robin. If there are several parts, targets are in the scratch.
+  template <int V, int kMostThreads>
+  __device__ __forceinline__ void Run(int block, int part) const {
+    __shared__ alignas(kPackBytes) C shared[2][kMostThreads * V];
+    const int64_t first = part * each;
+    const int last = static_cast<int>(min(each, rows - first)) - 1;
+    const int shift = __ffs(lanes) - 1, teams = static_cast<int>(blockDim.x) >> shift;
+    const int step = lanes * V, begin = block * step;
+    const int column = begin + (static_cast<int>(threadIdx.x) & (lanes - 1)) * V;
+    const T* const own_x = x + first * n + column;
+    const T* const own_dy = dy + first * n + column;
+    C sums[2][V] = {};
+    int row = column < n ? static_cast<int>(threadIdx.x) >> shift : last + 1;
+    for (; row <= last; row += kColumnBatch * teams) {
+      // Rows beyond the last one are loaded as the last one: a branch for each would take longer.
+      Pack<T, V> x_packs[kColumnBatch], dy_packs[kColumnBatch];
+      NormStats<T, kCenter> of_rows[kColumnBatch];
+      JOF_UNROLL
+      for (int i = 0; i < kColumnBatch; ++i) {
+        const int here = min(row + i * teams, last);
+        x_packs[i] = LoadPack<V>(own_x + int64_t{here} * n);
+        dy_packs[i] = LoadPack<V>(own_dy + int64_t{here} * n);
+        of_rows[i] = stats[first + here];
+      }
+      JOF_UNROLL
+      for (int i = 0; i < kColumnBatch; ++i) {
+        const bool exists = row + i * teams <= last;
+        JOF_UNROLL
+        for (int j = 0; j < V; ++j) {
+          const C d = exists ? Accumulator<T>::Load(dy_packs[i].elem[j]) : C(0);
+          const C normalized = of_rows[i].Normalized(Accumulator<T>::Load(x_packs[i].elem[j]));
+          sums[0][j] += d * (exists ? normalized : C(0));
+          sums[1][j] += d;
+        }
+      }
+    }
+    JOF_UNROLL
+    for (int s = 0; s < 2; ++s) {
+      JOF_UNROLL
+      for (int j = 0; j < V; ++j) shared[s][threadIdx.x * V + j] = sums[s][j];
+    }
+    __syncthreads();
+    JOF_UNROLL
+    for (int s = 0; s < 2; ++s) {
+      if (targets[s] == nullptr) continue;
+      internal::AddTeams(shared[s], teams, step, min(step, n - begin),
+                         targets[s] + int64_t{part} * vectors * n + begin);
+    }
+  }
+};
+
+template <typename T, bool kCenter>
+ColumnSums<T, kCenter> ColumnSumsOf(const NormVjpCall& call) {
+  ColumnSums<T, kCenter> sums{};
+  sums.x = static_cast<const T*>(call.x);
+  sums.dy = static_cast<const T*>(call.dy);
+  sums.stats = static_cast<const NormStats<T, kCenter>*>(call.stats);
+  sums.targets[0] = static_cast<Compute<T>*>(call.dscale);
+  sums.targets[1] = static_cast<Compute<T>*>(call.dbias);
+  sums.rows = sums.each = call.problem.rows();
+  sums.n = static_cast<int>(call.problem.n);
+  sums.vectors = call.vectors();
+  return sums;
+}
+
+// Block (x, y) has part y of the rows.
+template <typename T, bool kCenter, int V>
+__global__ void __launch_bounds__(kColumnThreads, 1)
+    ColumnSumsKernel(const __grid_constant__ ColumnSums<T, kCenter> sums) {
+  sums.template Run<V, kColumnThreads>(static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y));
+}
 
 // kSums: 0, 1 (of scale) or 2 (of scale and bias).
 template <typename T, bool kCenter, bool kDsum, int kSums>
@@ -24,6 +114,8 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
   static constexpr int kVectors = 1, kColumnSums = kSums, kReductions = 1, kValues = 2;
   static constexpr int kThreads = kSums == 0 ? 512 : 256;
   static constexpr int kBlocks = kSums == 0 || kDsum ? 1 : 2;
+  // Blocks that have no rows may sum over rows: see LaunchTogether.
+  static constexpr bool kHasSide = kSums == 0 && !kIsDouble<T>;
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 2; }
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return true; }
   struct Row {
@@ -37,7 +129,18 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
   C* partial_sums;
   int wanted_sums;
   bool wants[2];
+  bool has_side;
+  ColumnSums<T, kCenter> side;
 
+  // Returns the number of blocks. A thread has a batch of rows, if there are so many.
+  int64_t PlanSide(int threads) {
+    side.lanes = kColumnLanes;
+    while (side.lanes < threads && threads / side.lanes * kColumnBatch > side.rows) side.lanes *= 2;
+    return (side.n + side.lanes - 1) / side.lanes;
+  }
+  __device__ __forceinline__ void RunSide(int block) const {
+    side.template Run<1, kFewRowsThreads>(block, 0);
+  }
   __device__ __forceinline__ static C Missing(int) { return C(1); }
   __device__ __forceinline__ bool WantsSum(int s) const { return wants[s]; }
   __device__ __forceinline__ Row Begin(int64_t row) const { return {stats[row], {}}; }
@@ -68,68 +171,6 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
     if constexpr (kSums > 1) sums[1] = x[1];
   }
 };
-
-// ColumnSumsKernel: the most threads that have the same row, the most threads of a block, and rows
-// that a thread loads at a time.
-inline constexpr int kColumnLanes = 16, kColumnThreads = 256, kColumnBatch = 4;
-
-// Sums over rows. Block (x, y) has `lanes` packs of V columns and `each` rows. The threads that
-// have the same row are a team, and teams take rows round-robin. It stores its
-// sums at dscale + y * vectors() * n and at dbias + y * vectors() * n. If there are several parts,
-// both point to the scratch.
-template <typename T, bool kCenter, int V>
-__global__ void __launch_bounds__(kColumnThreads, 1)
-    ColumnSumsKernel(const NormVjpCall call, int64_t each, int lanes) {
-  using C = Compute<T>;
-  __shared__ alignas(kPackBytes) C shared[2][kColumnThreads * V];
-  const int64_t first = blockIdx.y * each;
-  const int last = static_cast<int>(min(each, call.problem.rows() - first)) - 1;
-  const int shift = __ffs(lanes) - 1, teams = static_cast<int>(blockDim.x) >> shift;
-  const int n = static_cast<int>(call.problem.n), step = lanes * V;
-  const int begin = static_cast<int>(blockIdx.x) * step;
-  const int column = begin + (static_cast<int>(threadIdx.x) & (lanes - 1)) * V;
-  const T* const x = static_cast<const T*>(call.x) + first * n + column;
-  const T* const dy = static_cast<const T*>(call.dy) + first * n + column;
-  const auto* stats = static_cast<const NormStats<T, kCenter>*>(call.stats) + first;
-  C sums[2][V] = {};
-  int row = column < n ? static_cast<int>(threadIdx.x) >> shift : last + 1;
-  for (; row <= last; row += kColumnBatch * teams) {
-    // Rows beyond the last one are loaded as the last one: a branch for each would take longer.
-    Pack<T, V> x_packs[kColumnBatch], dy_packs[kColumnBatch];
-    NormStats<T, kCenter> of_rows[kColumnBatch];
-    JOF_UNROLL
-    for (int i = 0; i < kColumnBatch; ++i) {
-      const int here = min(row + i * teams, last);
-      x_packs[i] = LoadPack<V>(x + int64_t{here} * n);
-      dy_packs[i] = LoadPack<V>(dy + int64_t{here} * n);
-      of_rows[i] = stats[here];
-    }
-    JOF_UNROLL
-    for (int i = 0; i < kColumnBatch; ++i) {
-      const bool exists = row + i * teams <= last;
-      JOF_UNROLL
-      for (int j = 0; j < V; ++j) {
-        const C d = exists ? Accumulator<T>::Load(dy_packs[i].elem[j]) : C(0);
-        const C normalized = of_rows[i].Normalized(Accumulator<T>::Load(x_packs[i].elem[j]));
-        sums[0][j] += d * (exists ? normalized : C(0));
-        sums[1][j] += d;
-      }
-    }
-  }
-  JOF_UNROLL
-  for (int s = 0; s < 2; ++s) {
-    JOF_UNROLL
-    for (int j = 0; j < V; ++j) shared[s][threadIdx.x * V + j] = sums[s][j];
-  }
-  __syncthreads();
-  JOF_UNROLL
-  for (int s = 0; s < 2; ++s) {
-    C* const target = static_cast<C*>(s == 0 ? call.dscale : call.dbias);
-    if (target == nullptr) continue;
-    internal::AddTeams(shared[s], teams, step, min(step, n - begin),
-                       target + blockIdx.y * call.vectors() * n + begin);
-  }
-}
 
 // Adds the parts. A block has 32 columns, and its kWarps warps take parts round-robin.
 template <typename C, int kWarps>
@@ -180,6 +221,7 @@ NormBackward<T, kCenter, kDsum, kSums> MakeBackward(const NormVjpCall& call) {
   program.wanted_sums = call.vectors();
   program.wants[0] = call.dscale != nullptr;
   program.wants[1] = call.dbias != nullptr;
+  program.has_side = false;
   return program;
 }
 
@@ -199,15 +241,37 @@ cudaError_t LaunchColumnSums(const NormVjpCall& call, const RowsDevice& device,
   parts = std::min({parts, call.parts, std::max<int64_t>(8 * device.multiprocessors / blocks, 1)});
   const int64_t each = (rows + parts - 1) / parts;
   parts = (rows + each - 1) / each;
-  NormVjpCall parted = call;
+  ColumnSums<T, kCenter> sums = ColumnSumsOf<T, kCenter>(call);
+  sums.each = each;
+  sums.lanes = lanes;
   if (parts > 1) {
     auto* const scratch = static_cast<Compute<T>*>(call.scratch);
-    if (call.dscale != nullptr) parted.dscale = scratch;
-    if (call.dbias != nullptr) parted.dbias = scratch + (call.vectors() - 1) * n;
+    if (call.dscale != nullptr) sums.targets[0] = scratch;
+    if (call.dbias != nullptr) sums.targets[1] = scratch + (call.vectors() - 1) * n;
   }
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(parts));
-  ColumnSumsKernel<T, kCenter, V><<<grid, threads, 0, stream>>>(parted, each, lanes);
+  ColumnSumsKernel<T, kCenter, V><<<grid, threads, 0, stream>>>(sums);
   return parts > 1 ? AddParts<Compute<T>>(call, parts, stream) : cudaGetLastError();
+}
+
+// Launches a kernel of which some blocks compute dx, and others sum over rows. False if there are
+// too many rows for that. Measured on an H200 for 1 to 1000 rows, with this kernel and with
+// several: layer norm of bf16 1 x 256 takes 1.8 and 3.1 us, 128 x 768 3.1 and 4.7, 256 x 4096 6.7
+// and 11.8, 700 x 333 6.7 and 8.5, but 132 x 7936 10.1 and 8.8, and 1000 x 768 9.7 and 9.4; of f32
+// 500 x 2001 9.9 and 12.9.
+template <typename T, bool kCenter, bool kDsum>
+bool LaunchTogether(const NormVjpCall& call, const RowsDevice& device, cudaStream_t stream,
+                    cudaError_t* status) {
+  if constexpr (!kIsDouble<T>) {
+    constexpr int64_t kMostRows = 768;
+    if (call.vectors() == 0 || call.problem.rows() > kMostRows) return false;
+    auto program = MakeBackward<T, kCenter, kDsum, 0>(call);
+    program.has_side = true;
+    program.side = ColumnSumsOf<T, kCenter>(call);
+    int64_t blocks = 0;
+    return TryWholeRows(program, call.problem, device, &blocks, stream, status);
+  }
+  return false;
 }
 
 // Launches a kernel for dx and another one for sums over rows.
@@ -265,6 +329,7 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
   RowsDevice device{};
   cudaError_t status = GetRowsDevice(&device);
   if (status != cudaSuccess) return status;
+  if (LaunchTogether<T, kCenter, kDsum>(call, device, stream, &status)) return status;
   if (call.vectors() > 0 && (kCenter || call.dbias == nullptr)) {
     const auto program = MakeBackward<T, kCenter, kDsum, kSums>(call);
     int64_t blocks = call.parts;
@@ -273,9 +338,9 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
     // and gradient of the rms norm of bf16 1294 x 21 take 7.4 us on an H200, 13.9 otherwise; of f32
     // 1000 x 512 10.2 and 12.2, but of f32 300000 x 5 26 and 18.
     const bool are_few = call.problem.rows() * call.problem.n <= 1 << 21;
-    // Separate kernels are also faster if there are at most as many rows as multiprocessors: layer
-    // norm of bf16 128 x 4096 with its gradient takes 9.3 us on an H200, 12.2 with one kernel for
-    // dx and the sums, rms norm of bf16 24 x 32768 9.4 and 14.2, of f32 4 x 16384 6.2 and 8.3.
+    // Separate kernels are also faster if there are at most as many rows as multiprocessors: rms
+    // norm of bf16 24 x 32768 with its gradient takes 9.4 us on an H200, 14.2 with one kernel for
+    // dx and the sums.
     const bool are_fewest = call.problem.rows() <= device.multiprocessors &&
                             call.problem.rows() * call.problem.n <= 1 << 20;
     if (!kIsDouble<T> && are_fewest && call.problem.n >= 8) {

@@ -419,7 +419,7 @@ void TestNorm(const RowsProblem& p, bool center, bool has_residual, bool has_vec
       CheckNear<T>("norm vjp", Value(dx[at(j)]), want, terms, p, int64_t(at(j)));
     }
   });
-  if (p.inner > 1 && vectors == 2) {  // one of the sums alone
+  if ((p.inner > 1 || p.rows() <= 768) && vectors == 2) {  // one of the sums alone
     const auto same = [&](NormVjpCall one, DeviceArray& sums) {
       const C* all = sums.CopyToHost<C>();
       const std::vector<C> before(all, all + n);
@@ -696,10 +696,11 @@ int64_t TestSharedGroups() {
 }
 
 // The lanes of few rows, on a GPU with 132 multiprocessors; 0: they have no instance of their own.
-constexpr int LanesOfFew(int pack, int vectors, int64_t rows, int64_t n) {
+constexpr int LanesOfFew(int pack, int vectors, int64_t rows, int64_t n, bool is_short = false) {
   WholeRowsTraits traits;
   traits.vectors = vectors;
   traits.pack = pack;
+  traits.is_short = is_short;
   return TeamOfFewRows(traits, n % pack != 0, n, rows, 132 * 512).lanes;
 }
 static_assert(LanesOfFew(4, 0, 220, 1024) == 256 && LanesOfFew(8, 2, 273, 512) == 64);
@@ -709,6 +710,11 @@ static_assert(LanesOfFew(8, 2, 30, 8975) == 0 && LanesOfFew(4, 1, 1, 16388) == 0
 static_assert(LanesOfFew(8, 2, 131072, 1024) == 0 && LanesOfFew(8, 2, 7, 110) == 16);
 static_assert(LanesOfFew(4, 0, 1024, 1024) == 64);  // teams of several warps are for fewer rows
 static_assert(LanesOfFew(4, 0, 130000, 8) == 1 && LanesOfFew(4, 0, 140000, 8) == 0);
+// Half packs of 16-bit rows, and norms of rows that need more lanes.
+static_assert(LanesOfFew(4, 2, 6000, 60, true) == 16 && LanesOfFew(4, 0, 60, 4004, true) == 0);
+static_assert(LanesOfFew(4, 2, 60, 4004, true) == 1024 && LanesOfFew(4, 0, 60, 1020, true) == 256);
+static_assert(LanesOfFew(4, 1, 500, 2001) == 256 && LanesOfFew(4, 0, 400, 3000) == 0);
+static_assert(LanesOfFew(4, 1, 600, 2001) == 0);
 
 // 100 times the blocks of a team for few long rows, and the packs of a thread; 0: there is none.
 constexpr int ClusterOf(int pack, int vectors, int64_t rows, int64_t n) {
@@ -1034,7 +1040,9 @@ int main(int argc, char** argv) {
           RowsProblem{1100, 768, 1}, RowsProblem{600, 1001, 1}, RowsProblem{1100, 333, 1},
           RowsProblem{9001, 33, 1}, RowsProblem{9001, 60, 1}, RowsProblem{9001, 131, 1},
           RowsProblem{9001, 9, 1}, RowsProblem{9001, 17, 1}, RowsProblem{9001, 18, 1},
-          RowsProblem{2000, 257, 1}, RowsProblem{1000, 1024, 1}, RowsProblem{136000, 8, 1}}) {
+          RowsProblem{2000, 257, 1}, RowsProblem{1000, 1024, 1}, RowsProblem{136000, 8, 1},
+          // And few enough for sums over rows beside the gradient of x, in large blocks.
+          RowsProblem{229, 3567, 1}, RowsProblem{64, 6001, 1}, RowsProblem{768, 60, 1}}) {
       launches += TestType<Half>(p, 16) + TestType<BFloat16>(p, 16) + TestType<float>(p, 16);
       launches += TestNorms<Half>(p, 16) + TestNorms<BFloat16>(p, 16) + TestNorms<float>(p, 16);
     }
