@@ -29,8 +29,8 @@ _JVP = [_IMAGE, _VECTOR, _VECTOR, _STATS, _IMAGE, _VECTOR, _VECTOR], [_IMAGE]
 _PART_BYTES = {"cuda": 1 << 15, "cpu": 1 << 17}
 _MOST_PARTS = 128
 _TILE_BYTES = 4096
-# The most blocks of a cluster, which needs a part for each of them, and the most images that have so
-# many parts however small they are.
+# The most blocks of a cluster, which needs a part for each of them, and the most images that have
+# so many parts however small they are.
 _CLUSTER, _FEW_IMAGES = 8, 32
 
 

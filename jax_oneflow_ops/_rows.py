@@ -237,6 +237,34 @@ def _absent(result: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((0,) * len(result.shape), result.dtype)
 
 
+# ---- slices of rows ----
+#
+# On GPUs, few very long rows are split into slices, so that all multiprocessors have some: see
+# rows_split.cuh. A cluster of blocks that holds a row is faster, unless there are very few rows.
+_HELD_BYTES, _FEW_BYTES, _FEW_ROWS = 3 << 19, 3 << 18, 4
+_SLICE, _MOST_SLICES, _MOST_BLOCKS = 4096, 512, 2112
+
+
+def parts_of_slices(
+    platform: str, x: jax.Array, axis: int, arrays: int
+) -> jax.ShapeDtypeStruct | None:
+    """The type of the parts of rows in `arrays` arrays like `x`; None if rows are not split."""
+    if platform != "cuda" or not all(isinstance(size, int) for size in x.shape):
+        return None
+    rows, n, inner = math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
+    nbytes = n * x.dtype.itemsize
+    is_long = arrays * nbytes > _HELD_BYTES or (rows <= _FEW_ROWS and nbytes >= _FEW_BYTES)
+    if inner != 1 or x.dtype == jnp.float64 or not is_long:
+        return None
+    slices = min(math.ceil(n / _SLICE), _MOST_SLICES, max(1, _MOST_BLOCKS // rows))
+    return jax.ShapeDtypeStruct((rows, slices, 2), _reference.row_dtype(x.dtype))
+
+
+def split(target: str) -> str:
+    """The target for slices of rows."""
+    return target.replace("jof_", "jof_split_", 1)
+
+
 # ---- softmax ----
 
 
@@ -250,8 +278,11 @@ def _define_softmax() -> tuple[core.Primitive, core.Primitive]:
             x = args[0]
             if x.size == 0:
                 return x
-            call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(x.shape, x.dtype))
-            return call(*args, axis=np.int64(axis), **params)
+            params["axis"] = np.int64(axis)
+            like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            if parts := parts_of_slices(platform, x, axis, len(args)):
+                return jax.ffi.ffi_call(split(target), [like, parts])(*args, **params)[0]
+            return jax.ffi.ffi_call(target, like)(*args, **params)
 
         def call(x: Any, *_: Any, axis: int, **__: Any) -> _policy.Call:
             return _call("softmax", target, 1 + operands, x, axis)
@@ -426,7 +457,11 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
             return reference(x, *labels, axis=axis, keeps=keeps)
         y, stats = _logsumexp_results(x, axis)
         types = y, stats if keeps else _absent(stats)
-        return _call_logsumexp(target, types, x, *labels, axis=axis)[: 1 + keeps]
+        if parts := parts_of_slices(platform, x, axis, 1):
+            results = _call_logsumexp(split(target), (*types, parts), x, *labels, axis=axis)
+        else:
+            results = _call_logsumexp(target, types, x, *labels, axis=axis)
+        return results[: 1 + keeps]
 
     def native_vjp(
         platform: str, x: jax.Array, *operands: jax.Array, axis: int, in_place: bool = True
@@ -454,9 +489,9 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
     def lower_vjp(ctx: Any, *args: Any, platform: str, **params: Any) -> list[Any]:
         """Computes value and gradient in one call, if the cotangent does not depend on the value.
 
-        That call reads the logits once. The gradient of a sum or a mean of losses has such a
-        cotangent. If something else reads the logits, the gradient is not written in place: XLA
-        would copy them.
+        That call reads the logits once, unless rows are split into slices. The gradient of a sum or
+        a mean of losses has such a cotangent. If something else reads the logits, the gradient is
+        not written in place: XLA would copy them.
         """
         *operands, stats, ct = args
         value = _compat.call_behind(stats, target)

@@ -145,6 +145,24 @@ def good_search(rng: random.Random, target: str) -> Call:
     return Call(target, operands, [result], {"right": np.bool_(rng.random() < 0.5)})
 
 
+def good_split(rng: random.Random, target: str) -> Call:
+    shape = shape_of(rng, rng.randrange(1, 4))
+    axis = rng.randrange(len(shape))
+    rows = (*shape[:axis], *shape[axis + 1 :])
+    dtype = rng.choice(DTYPES[9:13])
+    wide = "float64" if dtype == "float64" else "float32"
+    parts = (math.prod(rows), rng.choice((1, max(shape[axis], 1))), 2), wide
+    flags = {"axis": np.int64(axis)}
+    if "softmax" in target:
+        operands = [(shape, dtype)] * (2 if target.endswith("vjp") else 1)
+        flags |= {"log": np.bool_(rng.random() < 0.5)}
+        return Call(target, operands, [(shape, dtype), parts], flags)
+    operands = [(shape, dtype), *[(rows, "int32")] * ("cross_entropy" in target)]
+    is_sum = target.endswith("exp_sum")
+    stats = ((*rows, 2) if is_sum or rng.random() < 0.5 else (0,) * (len(rows) + 1)), wide
+    return Call(target, operands, [*[(rows, dtype)] * (not is_sum), stats, parts], flags)
+
+
 def good_elementwise(rng: random.Random, target: str) -> Call:
     shape, dtype = shape_of(rng), rng.choice(DTYPES[9:13])
     operands = [(shape if rng.random() < 0.8 else (), dtype) for _ in range(rng.randrange(1, 5))]
@@ -161,6 +179,7 @@ GOOD = {
     "jof_sort": good_sort,
     "jof_searchsorted": good_search,
     "jof_sum_grid": good_grid,
+    "jof_split": good_split,
 }
 
 

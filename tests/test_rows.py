@@ -1095,6 +1095,94 @@ def test_one_call_computes_what_two_do(dtype):
             )
 
 
+def of_long_rows(x, labels, ct):
+    """Softmax and related functions, and their gradients."""
+
+    def results(f, ct):
+        y, pull = jax.vjp(functools.partial(f, implementation="native"), x)
+        return y, *pull(ct)
+
+    of_rows = ct[:, 0]
+    return {
+        "softmax": results(jof.softmax, ct),
+        "log_softmax": results(jof.log_softmax, ct),
+        "logsumexp": results(functools.partial(jof.logsumexp, axis=-1), of_rows),
+        "cross_entropy": results(
+            lambda x, **options: jof.softmax_cross_entropy_with_integer_labels(
+                x, labels, **options
+            ),
+            of_rows,
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize("rows", [1, pytest.param(5, marks=pytest.mark.exhaustive)])
+def test_few_very_long_rows(dtype, rows):
+    """Rows of a million elements, an odd number: on GPUs they are split into slices."""
+    n = 1_000_003
+    rng = rng_for("long", rows)
+    x = jnp.asarray(normals(rng, (rows, n), "float32") * 3, dtype).at[0, 5].set(20)
+    ct = jnp.asarray(normals(rng, (rows, n), "float32"), dtype)
+    labels = jnp.arange(rows, dtype=jnp.int32) - 1
+    found = jax.jit(of_long_rows)(x, labels, ct)
+    wide, ct = np.float64(x), np.float64(ct)
+    lse = np.log(np.exp(wide).sum(-1, keepdims=True))
+    share = np.exp(wide - lse)
+    picked = np.arange(n) == labels[:, None] % n
+
+    # The exact value and gradient of each, and the magnitude of their terms. The gradients of
+    # softmax are functions of its rounded result.
+    def of_sum(weights, terms):
+        return (
+            weights * (function(terms).sum(-1, keepdims=True)) for function in (np.asarray, abs)
+        )
+
+    y, log_y = (np.float64(found[name][0]) for name in ("softmax", "log_softmax"))
+    total, all_of_total = of_sum(y, y * ct)
+    log_total, all_of_log_total = of_sum(np.exp(log_y), ct)
+    of_rows, size = ct[:, :1], abs(wide).max() + abs(lse).max()
+    exact = {
+        "softmax": (share, share, y * ct - total, abs(y * ct) + all_of_total),
+        "log_softmax": (wide - lse, size, ct - log_total, abs(ct) + all_of_log_total),
+        "logsumexp": (lse[:, 0], size, share * of_rows, share * abs(of_rows)),
+        "cross_entropy": (
+            *(lse[:, 0] - wide[picked], size),
+            *((share - picked) * of_rows, (share + picked) * abs(of_rows)),
+        ),
+    }
+    for name, (value, of_value, gradient, of_gradient) in exact.items():
+        pairs = zip(found[name], (value, gradient), (of_value, of_gradient), strict=True)
+        for actual, wanted, terms in pairs:
+            assert actual.dtype == dtype
+            error = np.abs(np.float64(actual) - wanted)
+            assert np.all(error <= 4 * eps(dtype) * terms + 1e-37), name
+
+
+def test_which_rows_are_split():
+    """Of GPUs only, if rows are long and few, or longer than a cluster of blocks holds."""
+
+    def calls(shape, dtype=jnp.float32, axis=-1, platform="cuda"):
+        f = jax.jit(lambda x: jof.logsumexp(x, axis=axis, implementation="native"))
+        x = jax.ShapeDtypeStruct(shape, dtype)
+        return [*lowered_targets(f.trace(x).lower(lowering_platforms=(platform,)).as_text())]
+
+    split = ["jof_split_logsumexp"]
+    assert calls((1, 10**6)) == calls((4, 200_000)) == calls((10**4, 10**6)) == split
+    assert calls((8, 10**6), jnp.bfloat16) == calls((10**6, 1), axis=0) == split
+    for shape in ((5, 200_000), (1, 100_000), (1, 300_000, 4)):
+        assert calls(shape, axis=1) == ["jof_logsumexp"]
+    assert calls((1, 10**6), jnp.float64) == calls((1, 10**6), platform="cpu") == ["jof_logsumexp"]
+    x = jax.ShapeDtypeStruct((1, 10**6), jnp.float32)
+    labels = jax.ShapeDtypeStruct((1,), jnp.int32)
+    text = jax.jit(of_long_rows).trace(x, labels, x).lower(lowering_platforms=("cuda",)).as_text()
+    names = "softmax", "softmax_vjp", "logsumexp", "cross_entropy"
+    maps = {"jof_logsumexp_vjp", "jof_cross_entropy_vjp"}  # which reduce nothing
+    assert lowered_targets(text).keys() == {f"jof_split_{name}" for name in names} | maps
+
+
 def test_cotangents_that_depend_on_the_loss_come_after_it():
     f = jax.value_and_grad(lambda *args: jnp.exp(mean_of_losses(*args)), 1)
     assert calls_in(f, H, W, LABELS) == ["cross_entropy", "cross_entropy_vjp"]

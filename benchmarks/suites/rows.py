@@ -26,6 +26,8 @@ _LISTED = {
 # Softmax over the tokens of vision and text transformers, whose rows are not aligned: 256 images, 6
 # heads and 197 tokens are 302,592 rows.
 _TOKENS = [(302592, n) for n in (77, 197, 257, 577, 785, 1025)]
+# Few very long rows, such as the weights of particles.
+_LONG = [(1, 1_000_000), (16, 262_144), (64, 500_000)]
 # For group norm: images, pixels, channels.
 _IMAGES = {"gpu": [(32, 4096, 256), (16, 1024, 512)], "cpu": [(8, 1024, 64), (2, 4096, 320)]}
 
@@ -58,6 +60,13 @@ def cases(platform: str) -> list[Case]:
     listed += [
         case("softmax", dims, dtype, group)
         for dims in (_TOKENS if platform == "gpu" else [])
+        for dtype in ("float32", "bfloat16")
+        for group in ("forward", GRADIENT)
+    ]
+    listed += [
+        case(name, dims, dtype, group)
+        for name in ("softmax", "logsumexp")
+        for dims in (_LONG if platform == "gpu" else [])
         for dtype in ("float32", "bfloat16")
         for group in ("forward", GRADIENT)
     ]

@@ -106,6 +106,7 @@ struct RowVector {
 // RowsKernel reads each row once, however wide, for a program without outputs: it reduces parts of
 // a row as if they were rows. GetPart(row, values) gets the values of a part, CombineParts(a, b)
 // combines those of two parts, and SetPart(values, &row) sets the row from the combined values.
+// SplitRowsBody uses them, too, with NoPart(values), which sets the values of no elements.
 // StridedRowsKernel does the same for long rows if there are two reductions, the first of which is
 // the maximum: a part has two values, the maximum and a sum of terms that are relative to it.
 //

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <type_traits>
 #include <utility>
 
 #include "cuda/rows.cuh"
+#include "cuda/rows_split.cuh"
 #include "cuda/rows_strided.cuh"
 #include "cuda/rows_thread.cuh"
 #include "cuda/rows_tiles.cuh"
@@ -192,6 +194,35 @@ bool AreAligned(const Program& program, int64_t bytes = kPackBytes) {
   for (int a = 0; a < Program::kInputs; ++a) aligned &= IsAligned(program.in[a], bytes);
   for (int o = 0; o < Program::kOutputs; ++o) aligned &= IsAligned(program.out[o], bytes);
   return aligned;
+}
+
+// Launches the kernels of rows_split.cuh for contiguous rows.
+template <typename Program>
+cudaError_t LaunchSplitRows(const Program& program, const RowsProblem& problem,
+                            const RowSlices& split, cudaStream_t stream) {
+  const auto launch = [&](auto width) {
+    constexpr int V = decltype(width)::value;
+    const int64_t packs = (problem.n + 2 * V - 2) / V;  // the most that a row touches
+    const SplitRowsPlan plan{static_cast<int>(problem.n), static_cast<int>(split.count),
+                             Program::kOutputs > 0 ? static_cast<int>(split.count) : 1,
+                             static_cast<int>((packs + split.count - 1) / split.count)};
+    auto* const of_slices = static_cast<Compute<typename Program::Element>*>(split.parts);
+    if (problem.rows() * split.count > std::numeric_limits<int32_t>::max()) {
+      return cudaErrorInvalidValue;
+    }
+    const auto rows = static_cast<unsigned>(problem.rows());
+    if constexpr (Program::kReductions > 0) {
+      SplitReduceKernel<Program, V>
+          <<<rows* static_cast<unsigned>(plan.slices), kSplitThreads, 0, stream>>>(program, plan,
+                                                                                   of_slices);
+    }
+    SplitMapKernel<Program, V>
+        <<<rows* static_cast<unsigned>(plan.blocks), kSplitThreads, 0, stream>>>(program, plan,
+                                                                                 of_slices);
+    return cudaGetLastError();
+  };
+  return AreAligned(program) ? launch(std::integral_constant<int, Program::kPack>())
+                             : launch(std::integral_constant<int, 1>());
 }
 
 // The most packs of all its rows that a thread of WholeRowsKernel holds. A pack is one element,

@@ -18,6 +18,10 @@
 //   jof_cross_entropy_with_vjp(x, labels, ct) -> y, stats, dx
 // dx may be aliased to x.
 //
+// For rows that GPUs split into slices there are jof_split_softmax, jof_split_softmax_vjp,
+// jof_split_exp_sum, jof_split_logsumexp and jof_split_cross_entropy. They have one more result,
+// scratch: the parts (number of rows, slices, 2) of C.
+//
 // Norms take x of shape (outer, n, inner), whose rows are along n. scale and bias are of T or f32:
 //   jof_norm(x, residual (outer, n, inner), scale (n), bias (n))
 //       -> y, sum (outer, n, inner), stats (outer, inner, 3) of C or absent
@@ -27,6 +31,7 @@
 //       attribute center; vectors is how many of dscale and dbias are present
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "ffi/decode.h"
@@ -39,6 +44,11 @@ inline constexpr char kExpSum[] = "jof_exp_sum";
 inline constexpr char kLogSumExp[] = "jof_logsumexp", kLogSumExpVjp[] = "jof_logsumexp_vjp";
 inline constexpr char kCrossEntropy[] = "jof_cross_entropy";
 inline constexpr char kCrossEntropyVjp[] = "jof_cross_entropy_vjp";
+inline constexpr char kSplitSoftmax[] = "jof_split_softmax";
+inline constexpr char kSplitSoftmaxVjp[] = "jof_split_softmax_vjp";
+inline constexpr char kSplitExpSum[] = "jof_split_exp_sum";
+inline constexpr char kSplitLogSumExp[] = "jof_split_logsumexp";
+inline constexpr char kSplitCrossEntropy[] = "jof_split_cross_entropy";
 inline constexpr char kLogSumExpWithVjp[] = "jof_logsumexp_with_vjp";
 inline constexpr char kCrossEntropyWithVjp[] = "jof_cross_entropy_with_vjp";
 inline constexpr char kNorm[] = "jof_norm", kNormVjp[] = "jof_norm_vjp";
@@ -95,39 +105,65 @@ inline ffi::Error RequireArray(const char* op, const char* name, ffi::AnyBuffer 
       " and the type that belongs to the operand's, got shape ", ShapeString(array.dimensions()));
 }
 
-// The binding of softmax (one operand) or of its derivative (two: the result and its cotangent).
-template <typename Backend, int kOperands>
-auto SoftmaxBinding() {
-  return BufferBinding<Backend, kOperands, 1>().template Attr<int64_t>("axis").template Attr<bool>(
-      "log");
+// Decodes the parts of rows along `axis` of x.
+inline ffi::Error DecodeSlices(const char* op, ffi::AnyBuffer parts, ffi::AnyBuffer x, int64_t axis,
+                               RowSlices* slices) {
+  const auto dims = x.dimensions(), got = parts.dimensions();
+  const int64_t n = dims[static_cast<size_t>(axis)];
+  if (got.size() != 3 || got[1] < 1 || got[1] > std::max<int64_t>(n, 1) ||
+      (n > 0 && got[0] * n != static_cast<int64_t>(x.element_count())) || got[2] != 2 ||
+      parts.element_type() != ComputeType(x.element_type())) {
+    return InvalidArgument(op, ": the parts must have shape (rows, slices, 2) for rows of ",
+                           ShapeString(dims), " along ", axis,
+                           " and the type that belongs to the operand's, got shape ",
+                           ShapeString(got));
+  }
+  *slices = {got[1], parts.untyped_data()};
+  return ffi::Error::Success();
 }
 
-template <typename Backend>
+// The binding of softmax (one operand) or of its derivative (two: the result and its cotangent).
+template <typename Backend, int kOperands, int kResults = 1>
+auto SoftmaxBinding() {
+  return BufferBinding<Backend, kOperands, kResults>()
+      .template Attr<int64_t>("axis")
+      .template Attr<bool>("log");
+}
+
+using Scratch = ffi::Result<ffi::AnyBuffer>;
+
+// The handlers of softmax and of its derivative, without Parts, or with one Scratch.
+template <typename Backend, typename... Parts>
 ffi::Error SoftmaxHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
-                          ffi::Result<ffi::AnyBuffer> y, int64_t axis, bool log) {
+                          ffi::Result<ffi::AnyBuffer> y, Parts... parts, int64_t axis, bool log) {
+  const char* op = sizeof...(Parts) == 0 ? kSoftmax : kSplitSoftmax;
   SoftmaxCall call{};
-  ffi::Error error = FirstError({DecodeRowsOf(kSoftmax, x, axis, &call.problem, &call.type),
-                                 RequireLike(kSoftmax, "the result", *y, x)});
+  ffi::Error error = FirstError(
+      {DecodeRowsOf(op, x, axis, &call.problem, &call.type), RequireLike(op, "the result", *y, x)});
+  if (error.success()) error = FirstError({DecodeSlices(op, *parts, x, axis, &call.split)...});
   if (error.failure() || x.element_count() == 0) return error;
   call.log = log;
   call.x = x.untyped_data();
   call.y = y->untyped_data();
-  return Backend::Status(kSoftmax, LaunchSoftmax(call, stream));
+  return Backend::Status(op, LaunchSoftmax(call, stream));
 }
 
-template <typename Backend>
+template <typename Backend, typename... Parts>
 ffi::Error SoftmaxVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer y, ffi::AnyBuffer dy,
-                             ffi::Result<ffi::AnyBuffer> dx, int64_t axis, bool log) {
+                             ffi::Result<ffi::AnyBuffer> dx, Parts... parts, int64_t axis,
+                             bool log) {
+  const char* op = sizeof...(Parts) == 0 ? kSoftmaxVjp : kSplitSoftmaxVjp;
   SoftmaxVjpCall call{};
-  ffi::Error error = FirstError({DecodeRowsOf(kSoftmaxVjp, y, axis, &call.problem, &call.type),
-                                 RequireLike(kSoftmaxVjp, "dy", dy, y),
-                                 RequireLike(kSoftmaxVjp, "the result", *dx, y)});
+  ffi::Error error =
+      FirstError({DecodeRowsOf(op, y, axis, &call.problem, &call.type),
+                  RequireLike(op, "dy", dy, y), RequireLike(op, "the result", *dx, y)});
+  if (error.success()) error = FirstError({DecodeSlices(op, *parts, y, axis, &call.split)...});
   if (error.failure() || y.element_count() == 0) return error;
   call.log = log;
   call.y = y.untyped_data();
   call.dy = dy.untyped_data();
   call.dx = dx->untyped_data();
-  return Backend::Status(kSoftmaxVjp, LaunchSoftmaxVjp(call, stream));
+  return Backend::Status(op, LaunchSoftmaxVjp(call, stream));
 }
 
 template <typename Backend, int kOperands, int kResults>
@@ -159,13 +195,15 @@ inline ffi::Error DecodeExpSum(const char* op, ffi::AnyBuffer x, int64_t axis, f
            : ffi::Error::Success()});
 }
 
-template <typename Backend>
+template <typename Backend, typename... Parts>
 ffi::Error ExpSumHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
-                         ffi::Result<ffi::AnyBuffer> stats, int64_t axis) {
+                         ffi::Result<ffi::AnyBuffer> stats, Parts... parts, int64_t axis) {
+  const char* op = sizeof...(Parts) == 0 ? kExpSum : kSplitExpSum;
   LogSumExpCall call{};
-  ffi::Error error = DecodeExpSum(kExpSum, x, axis, *stats, &call);
+  ffi::Error error = DecodeExpSum(op, x, axis, *stats, &call);
+  if (error.success()) error = FirstError({DecodeSlices(op, *parts, x, axis, &call.split)...});
   if (error.failure() || call.problem.rows() == 0) return error;
-  return Backend::Status(kExpSum, LaunchLogSumExp(call, stream));
+  return Backend::Status(op, LaunchLogSumExp(call, stream));
 }
 
 // Decodes what the calls of jof_logsumexp and jof_cross_entropy share. `y` is an array with one
@@ -195,6 +233,20 @@ ffi::Error LogSumExpHandler(typename Backend::Stream stream, ffi::AnyBuffer x, L
   LogSumExpCall call{};
   ffi::Error error =
       DecodeLogSumExp(op, x, axis, {labels...}, "the result", *y, *stats, &call, true);
+  if (error.failure() || call.problem.rows() == 0) return error;
+  call.y = y->untyped_data();
+  return Backend::Status(op, LaunchLogSumExp(call, stream));
+}
+
+template <typename Backend, typename... Labels>
+ffi::Error SplitLogSumExpHandler(typename Backend::Stream stream, ffi::AnyBuffer x,
+                                 Labels... labels, ffi::Result<ffi::AnyBuffer> y,
+                                 ffi::Result<ffi::AnyBuffer> stats, Scratch parts, int64_t axis) {
+  const char* op = sizeof...(Labels) == 0 ? kSplitLogSumExp : kSplitCrossEntropy;
+  LogSumExpCall call{};
+  ffi::Error error =
+      DecodeLogSumExp(op, x, axis, {labels...}, "the result", *y, *stats, &call, true);
+  if (error.success()) error = DecodeSlices(op, *parts, x, axis, &call.split);
   if (error.failure() || call.problem.rows() == 0) return error;
   call.y = y->untyped_data();
   return Backend::Status(op, LaunchLogSumExp(call, stream));

@@ -25,6 +25,12 @@ struct RowsProblem {
 // Pointers need only element alignment. Statistics have the type Compute<T>. Those of one row are
 // adjacent, and rows are in the order of (outer, inner).
 
+// Slices of rows, which GPUs reduce separately.
+struct RowSlices {
+  int64_t count = 0;      // for each row; 0: rows are not split
+  void* parts = nullptr;  // room for (rows, count, 2) of Compute<T>
+};
+
 // With `log`, the logarithm of the softmax.
 struct SoftmaxCall {
   RowsProblem problem;
@@ -32,6 +38,7 @@ struct SoftmaxCall {
   bool log;
   const void* x;
   void* y;
+  RowSlices split;
 };
 
 struct SoftmaxVjpCall {
@@ -41,6 +48,7 @@ struct SoftmaxVjpCall {
   const void* y;
   const void* dy;
   void* dx;
+  RowSlices split;
 };
 
 // log(sum(exp(x))), minus the element that the label names, if there are labels. A negative label
@@ -54,6 +62,7 @@ struct LogSumExpCall {
   const int32_t* labels;  // one per row, or null
   void* y;                // one per row, or null
   void* stats;            // 2 per row: ExpStats, or ExpSum::State without y; null if not needed
+  RowSlices split;
 };
 
 // LogSumExp together with its gradient (see LogSumExpVjpCall), if ct does not depend on y. dx may

@@ -128,9 +128,11 @@ _MOST_READ = 1.25
 def _maximum_and_sum(
     x: jax.Array, *, axis: int, is_finite: bool, part: tuple[slice, ...] | None, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    shape = (*x.shape[:axis], *x.shape[axis + 1 :], 2)
-    call = jax.ffi.ffi_call("jof_exp_sum", jax.ShapeDtypeStruct(shape, dtype))
-    result = call(x, axis=np.int64(axis))
+    target = "jof_exp_sum"
+    types = [jax.ShapeDtypeStruct((*x.shape[:axis], *x.shape[axis + 1 :], 2), dtype)]
+    if parts := _rows.parts_of_slices("cuda", x, axis, 1):
+        target, types = _rows.split(target), [*types, parts]
+    result, *_ = jax.ffi.ffi_call(target, types)(x, axis=np.int64(axis))
     if part is not None:
         result = result[*part[:axis], *part[axis + 1 :]]
     largest, total = result[..., 0], result[..., 1]

@@ -157,12 +157,22 @@ Exps ExpsOf(const std::vector<T>& x, int64_t n, const At& at) {
   return e;
 }
 
+// The slices that rows of softmax and logsumexp are split into; 0: they are not split.
+int64_t slices_of_rows = 0;
+
+template <typename T>
+int64_t PartBytes(const RowsProblem& p) {
+  return p.rows() * slices_of_rows * 2 * static_cast<int64_t>(sizeof(Compute<T>));
+}
+
 template <typename T>
 void TestSoftmax(const RowsProblem& p, bool log, int64_t in_offset, int64_t out_offset) {
   Begin<T>("softmax", p, in_offset, out_offset);
   const auto x = MakeRows<T>(p, unsigned(p.n), false);
   DeviceArray in(x, in_offset), out(int64_t(x.size() * sizeof(T)), out_offset);
-  CHECK_CUDA(LaunchSoftmax({p, kDTypeOf<T>, log, in.data(), out.data()}, nullptr));
+  DeviceArray parts(PartBytes<T>(p), 0);
+  const RowSlices split{slices_of_rows, parts.data()};
+  CHECK_CUDA(LaunchSoftmax({p, kDTypeOf<T>, log, in.data(), out.data(), split}, nullptr));
   const T* y = out.CopyToHost<T>();
   ForEachRow(p, [&](int64_t, auto at) {
     const Exps e = ExpsOf(x, p.n, at);
@@ -176,6 +186,7 @@ void TestSoftmax(const RowsProblem& p, bool log, int64_t in_offset, int64_t out_
                    int64_t(at(j)));
     }
   });
+  parts.CopyToHost<T>();
 }
 
 template <typename T>
@@ -192,8 +203,10 @@ void TestSoftmaxVjp(const RowsProblem& p, bool log, int64_t in_offset, int64_t d
   });
   const auto dy = MakeRows<T>(p, unsigned(p.n) + 3, true);
   DeviceArray in(y, in_offset), ct(dy, dy_offset);
-  DeviceArray out(int64_t(y.size() * sizeof(T)), out_offset);
-  CHECK_CUDA(LaunchSoftmaxVjp({p, kDTypeOf<T>, log, in.data(), ct.data(), out.data()}, nullptr));
+  DeviceArray out(int64_t(y.size() * sizeof(T)), out_offset), parts(PartBytes<T>(p), 0);
+  const RowSlices split{slices_of_rows, parts.data()};
+  CHECK_CUDA(
+      LaunchSoftmaxVjp({p, kDTypeOf<T>, log, in.data(), ct.data(), out.data(), split}, nullptr));
   const T* dx = out.CopyToHost<T>();
   ForEachRow(p, [&](int64_t, auto at) {
     double sum = 0, scale = 0;
@@ -248,14 +261,17 @@ void TestLogSumExp(const RowsProblem& p, bool has_labels, int64_t in_offset, int
   };
   launch_both(both_gradient.data());
   launch_both(both_in.data());
-  CHECK_CUDA(
-      LaunchLogSumExp({p, kDTypeOf<T>, in.data(), label_data, out.data(), stats.data()}, nullptr));
+  DeviceArray parts(PartBytes<T>(p), 0);
+  const RowSlices split{slices_of_rows, parts.data()};
+  CHECK_CUDA(LaunchLogSumExp(
+      {p, kDTypeOf<T>, in.data(), label_data, out.data(), stats.data(), split}, nullptr));
   DeviceArray alone(int64_t(rows * sizeof(T)), sizeof(T));  // the same without statistics
-  CHECK_CUDA(
-      LaunchLogSumExp({p, kDTypeOf<T>, in.data(), label_data, alone.data(), nullptr}, nullptr));
+  CHECK_CUDA(LaunchLogSumExp({p, kDTypeOf<T>, in.data(), label_data, alone.data(), nullptr, split},
+                             nullptr));
   DeviceArray states(int64_t(rows * 2 * sizeof(C)), 0);
-  CHECK_CUDA(
-      LaunchLogSumExp({p, kDTypeOf<T>, in.data(), nullptr, nullptr, states.data()}, nullptr));
+  CHECK_CUDA(LaunchLogSumExp({p, kDTypeOf<T>, in.data(), nullptr, nullptr, states.data(), split},
+                             nullptr));
+  parts.CopyToHost<C>();
   const C* state = states.CopyToHost<C>();
   CHECK_CUDA(LaunchLogSumExpVjp(
       {p, kDTypeOf<T>, in.data(), label_data, stats.data(), cts.data(), gradient.data()}, nullptr));
@@ -923,8 +939,8 @@ int64_t TestOtherNorms(const RowsProblem& p) {
 }  // namespace
 
 // Arguments: "brief" for fewer cases, or "full", then a part: "plans", "strided", "group_norm",
-// "softmax", "norm", "short", "many" or "long". Without a part, all of them. "strided" may have a
-// third: "f16", "bf16", "f32" or "f64".
+// "split", "softmax", "norm", "short", "many" or "long". Without a part, all of them. "strided" may
+// have a third: "f16", "bf16", "f32" or "f64".
 int main(int argc, char** argv) {
   const bool brief = argc > 1 && std::strcmp(argv[1], "brief") == 0;  // under compute-sanitizer
   const auto wanted = [=](const char* part) { return argc < 3 || std::strcmp(argv[2], part) == 0; };
@@ -1004,6 +1020,17 @@ int main(int argc, char** argv) {
   }
   for (const int64_t n : {520, 768, 1000, 1024, 2000, 2047, 4096, 5000, 10007}) {
     problems.push_back({9, n, 1});
+  }
+  // Slices of long rows, and of rows that have fewer elements than slices. The gradient of
+  // logsumexp splits the longest ones in any case.
+  for (const int64_t n : {5, 100, 4097, 20008, 70001, 500000}) {
+    if (!wanted("split") || (brief && n > 5000)) continue;
+    for (const int64_t slices : {1, 3, 300}) {
+      slices_of_rows = slices;
+      const RowsProblem p{kKinds, n, 1};
+      launches += TestType<Half>(p, 6) + TestType<BFloat16>(p, 16) + TestType<float>(p, 12);
+    }
+    slices_of_rows = 0;
   }
   for (const RowsProblem& p : problems) {
     const int64_t step = brief ? 16 : p.n > 600 ? 6 : 1;
