@@ -69,10 +69,13 @@ struct ExpSumReductions : RowsProgram<T, 1> {
     row->centre = ExpSum<T>::Centre(values[0], C(1));
     row->Made();
   }
-  __device__ __forceinline__ void CombineParts(C (&a)[2], const C (&b)[2]) const {
-    const auto state = ExpSum<T>::Combine({a[0], a[1]}, {b[0], b[1]});
-    a[0] = state.peak;
-    a[1] = state.sum;
+  // P is C or wider.
+  template <typename P>
+  __device__ __forceinline__ void CombineParts(P (&a)[2], const P (&b)[2]) const {
+    const C from = static_cast<C>(a[0]), other = static_cast<C>(b[0]);
+    const C peak = ExpSum<T>::Peak(from, other);
+    a[1] = a[1] * ExpSum<T>::Factor(from, peak) + b[1] * ExpSum<T>::Factor(other, peak);
+    a[0] = peak;
   }
 };
 
@@ -141,7 +144,10 @@ struct SoftmaxBackward : RowsProgram<T, 2> {
   __device__ __forceinline__ void SetPart(const C (&values)[1], Row* row) const {
     row->sum = values[0];
   }
-  __device__ __forceinline__ void CombineParts(C (&a)[1], const C (&b)[1]) const { a[0] += b[0]; }
+  template <typename P>
+  __device__ __forceinline__ void CombineParts(P (&a)[1], const P (&b)[1]) const {
+    a[0] += b[0];
+  }
   __device__ __forceinline__ void Map(const Row& row, int64_t, const C (&x)[2], const C*, C (&y)[1],
                                       C*) const {
     y[0] = SoftmaxVjp<T, kLog>::Map(x[0], x[1], row.sum);

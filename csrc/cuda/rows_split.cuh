@@ -51,19 +51,21 @@ class SplitRowsBody {
 
   // Stores the part of this block's slice.
   __device__ __forceinline__ void StorePart(C* parts) {
-    C part[kParts];
-    program_.NoPart(part);
+    double part[kParts];
+    SetNone(part);
     for (int pack = begin_; pack < end_; pack += kHeld * kSplitThreads) {
       Load(pack);
       Row facts{};
       Reduce<0>(&facts);
       C here[kParts];
       program_.GetPart(facts, here);
-      program_.CombineParts(part, here);
+      AddPart(here, part);
     }
     if (threadIdx.x != 0) return;
     JOF_UNROLL
-    for (int i = 0; i < kParts; ++i) parts[int64_t{blockIdx.x} * kParts + i] = part[i];
+    for (int i = 0; i < kParts; ++i) {
+      parts[int64_t{blockIdx.x} * kParts + i] = static_cast<C>(part[i]);
+    }
   }
 
   __device__ __forceinline__ void Map(const C* parts) {
@@ -79,6 +81,26 @@ class SplitRowsBody {
   }
 
  private:
+  // One for all reductions, which alternate between its two copies.
+  __device__ __forceinline__ static auto* Exchange() {
+    __shared__ internal::Exchange<C, Program::kValues> exchange;
+    return &exchange;
+  }
+
+  // Parts are combined in double precision: there may be thousands, one after the other.
+  __device__ __forceinline__ void SetNone(double (&part)[kParts]) const {
+    C none[kParts];
+    program_.NoPart(none);
+    JOF_UNROLL
+    for (int i = 0; i < kParts; ++i) part[i] = none[i];
+  }
+  __device__ __forceinline__ void AddPart(const C* other, double (&part)[kParts]) const {
+    double wide[kParts];
+    JOF_UNROLL
+    for (int i = 0; i < kParts; ++i) wide[i] = other[i];
+    program_.CombineParts(part, wide);
+  }
+
   // The place of this thread's k-th pack, from the first pack of the block on.
   __device__ __forceinline__ internal::PackPlace<V> PlaceOf(int pack, int k) const {
     const int own = pack + k * kSplitThreads + static_cast<int>(threadIdx.x);
@@ -143,27 +165,27 @@ class SplitRowsBody {
 
   // Sets the facts of the row from its parts.
   __device__ __forceinline__ void Combine(const C* parts, Row* facts) {
-    C part[kParts];
-    program_.NoPart(part);
+    double part[kParts];
+    SetNone(part);
     for (int s = static_cast<int>(threadIdx.x); s < plan_.slices; s += kSplitThreads) {
-      C other[kParts];
-      JOF_UNROLL
-      for (int i = 0; i < kParts; ++i) other[i] = parts[s * kParts + i];
-      program_.CombineParts(part, other);
+      AddPart(parts + s * kParts, part);
     }
+    __shared__ internal::Exchange<double, kParts> exchange;
+    unsigned turn = 0;
     internal::ReduceTeam<false>(
-        {kSplitThreads, 0, 0, 1, 0}, Exchange(), &turn_, part,
-        [&](C(&a)[kParts], const C(&b)[kParts]) { program_.CombineParts(a, b); });
+        {kSplitThreads, 0, 0, 1, 0}, &exchange, &turn, part,
+        [&](double(&a)[kParts], const double(&b)[kParts]) { program_.CombineParts(a, b); });
     // Threads may have rounded differently.
     __shared__ C of_first[kParts];
     JOF_UNROLL
     for (int i = 0; i < kParts; ++i) {
-      if (threadIdx.x == 0) of_first[i] = part[i];
+      if (threadIdx.x == 0) of_first[i] = static_cast<C>(part[i]);
     }
     __syncthreads();
+    C of_row[kParts];
     JOF_UNROLL
-    for (int i = 0; i < kParts; ++i) part[i] = of_first[i];
-    program_.SetPart(part, facts);
+    for (int i = 0; i < kParts; ++i) of_row[i] = of_first[i];
+    program_.SetPart(of_row, facts);
   }
 
   __device__ __forceinline__ void Store(int pack, const Row& facts) {
@@ -190,11 +212,6 @@ class SplitRowsBody {
         }
       }
     }
-  }
-
-  __device__ __forceinline__ static auto* Exchange() {
-    __shared__ internal::Exchange<C, kParts> exchange;
-    return &exchange;
   }
 
   const Program& program_;

@@ -38,7 +38,7 @@ struct SoftmaxCall {
   bool log;
   const void* x;
   void* y;
-  RowSlices split;
+  RowSlices split{};
 };
 
 struct SoftmaxVjpCall {
@@ -48,7 +48,7 @@ struct SoftmaxVjpCall {
   const void* y;
   const void* dy;
   void* dx;
-  RowSlices split;
+  RowSlices split{};
 };
 
 // log(sum(exp(x))), minus the element that the label names, if there are labels. A negative label
@@ -62,7 +62,7 @@ struct LogSumExpCall {
   const int32_t* labels;  // one per row, or null
   void* y;                // one per row, or null
   void* stats;            // 2 per row: ExpStats, or ExpSum::State without y; null if not needed
-  RowSlices split;
+  RowSlices split{};
 };
 
 // LogSumExp together with its gradient (see LogSumExpVjpCall), if ct does not depend on y. dx may
@@ -270,8 +270,8 @@ struct ExpSum {
     return {peak, a.sum * Factor(a.peak, peak) + b.sum * Factor(b.peak, peak)};
   }
 
- private:
-  // Infinite peaks have the centre 0, as do empty sums, which are 0 (or NaN).
+  // Moves a sum from one peak to another. Infinite peaks have the centre 0, as do empty sums, which
+  // are 0 (or NaN).
   JOF_HOST_DEVICE JOF_INLINE static C Factor(C from, C to) {
     return from == to || !IsFinite(from) || !IsFinite(to) ? C(1) : Exp<T>(from - to);
   }
