@@ -457,9 +457,7 @@ class WholeRowsBody {
           LoadVectors(k, vectors_[k]);
         }
         JOF_UNROLL
-        for (int e = 0; e < kEdges; ++e) {
-          if (HasEdge(e)) LoadEdgeVectors(e, edge_vectors_[e]);
-        }
+        for (int e = 0; e < kEdges; ++e) LoadEdgeVectors(e, edge_vectors_[e]);
       }
       JOF_UNROLL
       for (int i = 0; i < kRows; ++i) facts[i] = BeginRow(row + i * teams_here);
