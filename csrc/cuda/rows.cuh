@@ -143,7 +143,7 @@ struct RowsProgram {
   JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return false; }
   static constexpr bool kNames = false;
   // Whether blocks beyond those that have rows may do something else, see WholeRowsKernel.
-  static constexpr bool kHasSide = false;
+  JOF_HOST_DEVICE static constexpr bool HasSide() { return false; }
   // The most rows that a thread may work on at a time.
   static constexpr int kMostRows = 8;
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 1; }

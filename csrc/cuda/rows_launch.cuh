@@ -269,7 +269,7 @@ bool PlanWholeRows(const Program& program, const RowsProblem& problem, const Row
   constexpr WholeRowsTraits kTraits = WholeRowsTraitsOf<V, Program>();
   *team = WholeRowsTeamOf(kTraits, kHasEdges, n, rows, few, device.has_clusters);
   *plan = {rows, 0, static_cast<int>(n), team->lanes, true};
-  if constexpr (Program::kHasSide) {
+  if constexpr (Program::HasSide()) {
     if (program.has_side && !team->shape.MayHaveSide()) return false;
   }
   return team->lanes > 0;
@@ -306,7 +306,7 @@ cudaError_t LaunchWholeRows(const Program& program, WholeRowsPlan plan, int clus
   if (status != cudaSuccess) return status;
   int64_t all = *blocks * cluster;
   Program planned = program;
-  if constexpr (Program::kHasSide) {
+  if constexpr (Program::HasSide()) {
     plan.row_blocks = all;
     if (program.has_side) all += (planned.PlanSide(threads) + cluster - 1) / cluster * cluster;
   }

@@ -115,7 +115,7 @@ struct NormBackward : RowsProgram<T, kDsum ? 3 : 2> {
   static constexpr int kThreads = kSums == 0 ? 512 : 256;
   static constexpr int kBlocks = kSums == 0 || kDsum ? 1 : 2;
   // Blocks that have no rows may sum over rows: see LaunchTogether.
-  static constexpr bool kHasSide = kSums == 0 && !kIsDouble<T>;
+  JOF_HOST_DEVICE static constexpr bool HasSide() { return kSums == 0 && !kIsDouble<T>; }
   JOF_HOST_DEVICE static constexpr int ValuesOf(int) { return 2; }
   JOF_HOST_DEVICE static constexpr bool UsesVectors(int) { return true; }
   struct Row {

@@ -52,7 +52,7 @@ struct ExpSumReductions : RowsProgram<T, 1> {
     }
   }
 
-  static constexpr int kPartValues = 2;
+  JOF_HOST_DEVICE static constexpr int PartSize() { return 2; }
   __device__ __forceinline__ void NoPart(C (&values)[2]) const {
     const auto nothing = ExpSum<T>::Nothing();
     values[0] = nothing.peak;
@@ -136,7 +136,7 @@ struct SoftmaxBackward : RowsProgram<T, 2> {
   __device__ __forceinline__ void Finish(const C (&values)[1], C, Row* row) const {
     row->sum = values[0];
   }
-  static constexpr int kPartValues = 1;
+  JOF_HOST_DEVICE static constexpr int PartSize() { return 1; }
   __device__ __forceinline__ void NoPart(C (&values)[1]) const { values[0] = 0; }
   __device__ __forceinline__ void GetPart(const Row& row, C (&values)[1]) const {
     values[0] = row.sum;
@@ -204,7 +204,8 @@ struct LogSumExpForward : ExpSumReductions<T, false> {
 template <typename T>
 struct LogSumExpBackward : RowsProgram<T, 1> {
   using C = Compute<T>;
-  static constexpr int kOutputs = 1, kReductions = 0, kPartValues = 1;
+  static constexpr int kOutputs = 1, kReductions = 0;
+  JOF_HOST_DEVICE static constexpr int PartSize() { return 1; }
   JOF_HOST_DEVICE static constexpr bool NeedsRegisters() { return !kIsNarrow<T>; }
   struct Row {
     ExpStats<T> stats;

@@ -6,7 +6,7 @@
 // for each row is enough there. Inputs are read twice, the second time from the L2 cache if they
 // fit there.
 //
-// Handles programs without row vectors and sums over rows that have kPartValues, the number of
+// Handles programs without row vectors and sums over rows that have PartSize(), the number of
 // values of a part, and NoPart, GetPart, SetPart and CombineParts. See rows.cuh.
 #pragma once
 
@@ -33,7 +33,7 @@ class SplitRowsBody {
   using C = Compute<T>;
   using Row = typename Program::Row;
   static constexpr int kInputs = Program::kInputs, kOutputs = Program::kOutputs;
-  static constexpr int kReductions = Program::kReductions, kParts = Program::kPartValues;
+  static constexpr int kReductions = Program::kReductions, kParts = Program::PartSize();
   // Packs of a thread. More elements would take longer to reduce in a thread than in several.
   static constexpr int kHeld = (V == 1 ? 8 : 16 / V) / kInputs;
   static constexpr int kWays = V == 1 || V > 4 ? 4 : V;

@@ -979,7 +979,7 @@ __global__ void __launch_bounds__(
     WholeRowsKernel(const __grid_constant__ Program program,
                     const __grid_constant__ WholeRowsPlan plan) {
   if constexpr (!kIsCluster || internal::kHasClusters) {  // other cases are never planned
-    if constexpr (Program::kHasSide && (kIsCluster || kThreads > kWholeRowsThreads)) {
+    if constexpr (Program::HasSide() && (kIsCluster || kThreads > kWholeRowsThreads)) {
       if (blockIdx.x >= plan.row_blocks) {
         program.RunSide(static_cast<int>(blockIdx.x - plan.row_blocks));
         return;
