@@ -147,7 +147,7 @@ def sum_of_masked(x, mask):
 def row_kernel(ptx: str) -> str:
     """The name of the kernel that a function of rows is compiled to, by the size of its plan."""
     (size,) = re.findall(r"_param_1\[(\d+)\]", ptx)
-    return {32: "whole", 48: "wide", 64: "rows"}[int(size)]  # WholeRowsPlan and so on
+    return {40: "whole", 48: "wide", 64: "rows"}[int(size)]  # WholeRowsPlan and so on
 
 
 @pytest.mark.parametrize(
