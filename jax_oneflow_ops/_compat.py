@@ -135,6 +135,13 @@ def automatic_axes_beside_manual_ones(ctx: Any) -> tuple[str, ...] | None:
     return tuple(axis for axis in sizes if axis not in manual and sizes[axis] > 1)
 
 
+def is_partly_manual() -> bool:
+    """Whether what is traced is in a `shard_map` over only some axes that have several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = {*getattr(mesh, "manual_axes", ())}
+    return bool(manual) and any(n > 1 for axis, n in mesh.shape.items() if axis not in manual)
+
+
 def knows_shapes_of_shards(ctx: Any) -> bool:
     """Whether the shapes at this place of a program are those of one device's arrays.
 
@@ -526,11 +533,36 @@ def has_known_sizes(ctx: Any) -> bool:
     return not ctx.dim_var_values
 
 
+def equation_of(fun: Callable[..., Any], *args: Any) -> Any:
+    """The first equation of a function, traced here and now."""
+    return jax.make_jaxpr(fun)(*args).eqns[0]
+
+
 @functools.cache
 def jit_primitive() -> core.Primitive:
     """The primitive that calls functions of `jax.jit`."""
-    called: core.Primitive = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].primitive
+    called: core.Primitive = equation_of(jax.jit(lambda x: x), 0.0).primitive
     return called
+
+
+@functools.cache
+def replace_calls(name: str, replacement: Callable[[Any, Any], Any]) -> None:
+    """Lets a function replace calls of functions of `jax.jit` when they are traced.
+
+    `replacement(operand, jaxpr)` returns the result of a function of one array with this name, or
+    None to leave it.
+    """
+    primitive: Any = jit_primitive()
+    own = primitive.bind
+
+    def bind(*args: Any, **params: Any) -> Any:
+        if params.get("name") == name and len(args) == 1:
+            result = replacement(args[0], params.get("jaxpr"))
+            if result is not None:
+                return [result]
+        return own(*args, **params)
+
+    vars(primitive)["bind"] = bind
 
 
 def reshard_primitive() -> core.Primitive:

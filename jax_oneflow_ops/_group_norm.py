@@ -29,20 +29,15 @@ _JVP = [_IMAGE, _VECTOR, _VECTOR, _STATS, _IMAGE, _VECTOR, _VECTOR], [_IMAGE]
 _PART_BYTES = {"cuda": 1 << 15, "cpu": 1 << 17}
 _MOST_PARTS = 128
 _TILE_BYTES = 4096
-# The most blocks of a cluster, which needs a part for each of them, and the most images that have
-# so many parts however small they are.
-_CLUSTER, _FEW_IMAGES = 8, 32
 
 
 def _parts(platform: str, x: jax.Array) -> Any:
     """The number of parts in the scratch of a call, where x is (images, pixels, channels)."""
-    images, pixels, channels = x.shape
+    _, pixels, channels = x.shape
     if not isinstance(pixels, int) or not isinstance(channels, int):
         return _MOST_PARTS
     pixel = channels * x.dtype.itemsize
     parts = math.ceil(pixels * pixel / _PART_BYTES[platform])
-    if platform == "cuda" and isinstance(images, int) and images <= _FEW_IMAGES:
-        parts = max(parts, _CLUSTER)
     return max(min(pixels, _MOST_PARTS, parts), math.ceil(pixel / _TILE_BYTES))
 
 
@@ -158,7 +153,7 @@ def _batch(kinds: Any, reference: Any) -> Any:
     return batch
 
 
-def _define() -> core.Primitive:
+def _define() -> tuple[core.Primitive, core.Primitive]:
     def define(name: str, kinds: Any, reference: Any, native: Any, passes: int) -> core.Primitive:
         def call(
             passes: int, x: Any, *_: Any, spatial: int, groups: int, **__: Any
@@ -211,7 +206,7 @@ def _define() -> core.Primitive:
     _primitive.define_derivatives(value_p, jvp=jvp, transpose=transpose)
     _rows.linear(vjp_p, _reference.group_norm_vjp, first, (3,), transpose_by(jvp_p))
     _rows.linear(jvp_p, _reference.group_norm_jvp, first, (3,), transpose_by(vjp_p))
-    return value_p
+    return value_p, vjp_p
 
 
-group_norm_p = _define()
+group_norm_p, vjp_p = _define()

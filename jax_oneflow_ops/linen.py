@@ -43,9 +43,10 @@ def _is_flax_own(module: Any, x: jax.Array, mask: Any) -> bool:
     )
 
 
-def _normalize(
+def _normalized(
     module: Any, x: jax.Array, norm: Callable[..., jax.Array], axes: Any, with_bias: bool = True
-) -> jax.Array:
+) -> Callable[..., jax.Array]:
+    """Makes the module's parameters, and returns a function of further options of `norm`."""
     shape = [x.shape[a] for a in _axes(x.ndim, axes)]
     vectors = {}
     if module.use_scale:
@@ -54,7 +55,24 @@ def _normalize(
         vectors["bias"] = module.param("bias", module.bias_init, shape, module.param_dtype)
     dtype = dtypes.canonicalize_dtype(x, *vectors.values(), dtype=module.dtype)
     wide = x.astype(jnp.promote_types(x.dtype, dtype))
-    return norm(wide, **vectors, epsilon=float(module.epsilon)).astype(dtype)
+    epsilon = float(module.epsilon)
+    return lambda **options: norm(wide, **vectors, epsilon=epsilon, **options).astype(dtype)
+
+
+def group_norm_of(module: Any, x: jax.Array, mask: Any) -> Callable[..., jax.Array] | None:
+    """What computes a call of a `flax.linen.GroupNorm`, with an `activation`.
+
+    None if flax's own code has to run, also to raise an error. Otherwise it makes the module's
+    parameters.
+    """
+    channels = x.shape[-1] if x.ndim else 0
+    size = 1 if module.group_size is None else module.group_size
+    groups = channels // max(size, 1) if module.num_groups is None else module.num_groups
+    is_wrong = (module.num_groups is None) == (module.group_size is None)
+    is_wrong = is_wrong or size < 1 or channels % size != 0 or groups < 1
+    if is_wrong or channels % groups != 0 or _is_flax_own(module, x, mask):
+        return None
+    return _normalized(module, x, functools.partial(rows.group_norm, num_groups=groups), -1)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -71,7 +89,7 @@ class LayerNorm(nn.LayerNorm):
             own: jax.Array = super().__call__(x, mask=mask)
             return own
         axes = _axes(x.ndim, self.feature_axes)
-        return _normalize(self, x, functools.partial(rows.layer_norm, axis=axes), axes)
+        return _normalized(self, x, functools.partial(rows.layer_norm, axis=axes), axes)()
 
 
 class RMSNorm(nn.RMSNorm):
@@ -85,7 +103,7 @@ class RMSNorm(nn.RMSNorm):
             return own
         axes = _axes(x.ndim, self.feature_axes)
         norm = functools.partial(rows.rms_norm, axis=axes)
-        return _normalize(self, x, norm, axes, with_bias=False)
+        return _normalized(self, x, norm, axes, with_bias=False)()
 
 
 class GroupNorm(nn.GroupNorm):
@@ -101,17 +119,7 @@ class GroupNorm(nn.GroupNorm):
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalises groups of channels, the last axis, over all pixels of an image."""
         rows.check_activation(self.activation)
-        channels = x.shape[-1]
-        size = 1 if self.group_size is None else self.group_size
-        groups = channels // max(size, 1) if self.num_groups is None else self.num_groups
-        # If the sizes are wrong, flax raises the error.
-        is_wrong = (self.num_groups is None) == (self.group_size is None)
-        is_wrong = is_wrong or size < 1 or channels % size != 0 or groups < 1
-        if is_wrong or _is_flax_own(self, x, mask):
-            own: jax.Array = super().__call__(x, mask=mask)
-            return own if self.activation is None else nn.silu(own)
-
-        def norm(x: jax.Array, **options: Any) -> jax.Array:
-            return rows.group_norm(x, groups, activation=self.activation, **options)
-
-        return _normalize(self, x, norm, -1)
+        if (norm := group_norm_of(self, x, mask)) is not None:
+            return norm(activation=self.activation)
+        own: jax.Array = super().__call__(x, mask=mask)
+        return own if self.activation is None else nn.silu(own)

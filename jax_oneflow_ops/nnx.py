@@ -4,6 +4,7 @@ They are subclasses of flax's modules and take the same arguments, so checkpoint
 code runs for the calls that `jax_oneflow_ops.linen` names.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -27,6 +28,18 @@ def _normalize(
     x, *vectors = promote((x, *vectors), dtype=module.dtype)
     given = dict(zip(names, vectors, strict=True))
     return norm(x, **given, epsilon=float(module.epsilon), **options)
+
+
+def group_norm_of(module: Any, x: jax.Array, mask: Any) -> Callable[..., jax.Array] | None:
+    """What computes a call of a `flax.nnx.GroupNorm`, with an `activation`.
+
+    None if flax's own code has to run, also to raise an error.
+    """
+    channels = module.num_groups * module.group_size
+    if x.ndim == 0 or x.shape[-1] != channels or _is_flax_own(module, x, mask):
+        return None
+    norm = functools.partial(rows.group_norm, num_groups=module.num_groups)
+    return functools.partial(_normalize, module, x, norm, "scale", "bias")
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -74,11 +87,7 @@ class GroupNorm(nnx.GroupNorm):
         """Normalises groups of channels, the last axis, over all pixels of an image."""
         rows.check_activation(self.activation)
         x = jnp.asarray(x)
-        if _is_flax_own(self, x, mask):
-            own: jax.Array = super().__call__(x, mask=mask)
-            return own if self.activation is None else nnx.silu(own)
-
-        def norm(x: jax.Array, **options: Any) -> jax.Array:
-            return rows.group_norm(x, self.num_groups, activation=self.activation, **options)
-
-        return _normalize(self, x, norm, "scale", "bias")
+        if (norm := group_norm_of(self, x, mask)) is not None:
+            return norm(activation=self.activation)
+        own: jax.Array = super().__call__(x, mask=mask)
+        return own if self.activation is None else nnx.silu(own)

@@ -74,7 +74,7 @@ struct ExpSumReductions : RowsProgram<T, 1> {
   __device__ __forceinline__ void CombineParts(P (&a)[2], const P (&b)[2]) const {
     const C from = static_cast<C>(a[0]), other = static_cast<C>(b[0]);
     const C peak = ExpSum<T>::Peak(from, other);
-    a[1] = a[1] * ExpSum<T>::Factor(from, peak) + b[1] * ExpSum<T>::Factor(other, peak);
+    a[1] = ExpSum<T>::SumAt(peak, from, a[1], other, b[1]);
     a[0] = peak;
   }
 };

@@ -224,18 +224,29 @@ inline ffi::Error DecodeLogSumExp(const char* op, ffi::AnyBuffer x, int64_t axis
   return error;
 }
 
+// A call of logsumexp or of cross entropy. `parts` has an array if rows are split into slices.
+template <typename Backend>
+ffi::Error ExecuteLogSumExp(const char* op, typename Backend::Stream stream, ffi::AnyBuffer x,
+                            std::initializer_list<ffi::AnyBuffer> labels, ffi::AnyBuffer y,
+                            ffi::AnyBuffer stats, std::initializer_list<ffi::AnyBuffer> parts,
+                            int64_t axis) {
+  LogSumExpCall call{};
+  ffi::Error error = DecodeLogSumExp(op, x, axis, labels, "the result", y, stats, &call, true);
+  for (const ffi::AnyBuffer& array : parts) {
+    if (error.success()) error = DecodeSlices(op, array, x, axis, &call.split);
+  }
+  if (error.failure() || call.problem.rows() == 0) return error;
+  call.y = y.untyped_data();
+  return Backend::Status(op, LaunchLogSumExp(call, stream));
+}
+
 // The handlers of logsumexp, without Labels, and of cross entropy, with one ffi::AnyBuffer.
 template <typename Backend, typename... Labels>
 ffi::Error LogSumExpHandler(typename Backend::Stream stream, ffi::AnyBuffer x, Labels... labels,
                             ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> stats,
                             int64_t axis) {
   const char* op = sizeof...(Labels) == 0 ? kLogSumExp : kCrossEntropy;
-  LogSumExpCall call{};
-  ffi::Error error =
-      DecodeLogSumExp(op, x, axis, {labels...}, "the result", *y, *stats, &call, true);
-  if (error.failure() || call.problem.rows() == 0) return error;
-  call.y = y->untyped_data();
-  return Backend::Status(op, LaunchLogSumExp(call, stream));
+  return ExecuteLogSumExp<Backend>(op, stream, x, {labels...}, *y, *stats, {}, axis);
 }
 
 template <typename Backend, typename... Labels>
@@ -243,13 +254,7 @@ ffi::Error SplitLogSumExpHandler(typename Backend::Stream stream, ffi::AnyBuffer
                                  Labels... labels, ffi::Result<ffi::AnyBuffer> y,
                                  ffi::Result<ffi::AnyBuffer> stats, Scratch parts, int64_t axis) {
   const char* op = sizeof...(Labels) == 0 ? kSplitLogSumExp : kSplitCrossEntropy;
-  LogSumExpCall call{};
-  ffi::Error error =
-      DecodeLogSumExp(op, x, axis, {labels...}, "the result", *y, *stats, &call, true);
-  if (error.success()) error = DecodeSlices(op, *parts, x, axis, &call.split);
-  if (error.failure() || call.problem.rows() == 0) return error;
-  call.y = y->untyped_data();
-  return Backend::Status(op, LaunchLogSumExp(call, stream));
+  return ExecuteLogSumExp<Backend>(op, stream, x, {labels...}, *y, *stats, {*parts}, axis);
 }
 
 template <typename Backend, typename... Labels>

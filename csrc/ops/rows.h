@@ -267,11 +267,16 @@ struct ExpSum {
   }
   JOF_HOST_DEVICE JOF_INLINE static State Combine(State a, State b) {
     const C peak = Peak(a.peak, b.peak);
-    return {peak, a.sum * Factor(a.peak, peak) + b.sum * Factor(b.peak, peak)};
+    return {peak, SumAt(peak, a.peak, a.sum, b.peak, b.sum)};
+  }
+  // The sum of two sums, relative to the larger of their peaks. Sum is C or wider.
+  template <typename Sum>
+  JOF_HOST_DEVICE JOF_INLINE static Sum SumAt(C peak, C peak_of_a, Sum a, C peak_of_b, Sum b) {
+    return a * Factor(peak_of_a, peak) + b * Factor(peak_of_b, peak);
   }
 
-  // Moves a sum from one peak to another. Infinite peaks have the centre 0, as do empty sums, which
-  // are 0 (or NaN).
+ private:
+  // Infinite peaks have the centre 0, as do empty sums, which are 0 (or NaN).
   JOF_HOST_DEVICE JOF_INLINE static C Factor(C from, C to) {
     return from == to || !IsFinite(from) || !IsFinite(to) ? C(1) : Exp<T>(from - to);
   }

@@ -10,7 +10,7 @@ from jax_oneflow_ops import _compat, _native, _policy
 from jax_oneflow_ops._accelerate.symbols import Place
 
 PLATFORMS = ("cpu", "cuda")
-ON, DETERMINISTIC = "on", "deterministic"
+ON, DETERMINISTIC = OPEN = "on", "deterministic"
 # Suffixes of the above: around the call of a function whose chains are fused, and inside of it.
 FUSE, FUSED = "+fuse", "+fused"
 
@@ -20,9 +20,12 @@ def is_jitted(fun: Any) -> bool:
     return all(callable(getattr(fun, name, None)) for name in ("lower", "trace", "eval_shape"))
 
 
-def mode(ctx: Any) -> str | None:
-    """The mode of the scope in which an operation was traced; None outside of scopes."""
-    scope = _compat.scope_of(ctx)
+def mode(where: Any) -> str | None:
+    """The mode of the scope in which an operation was traced; None outside of scopes.
+
+    `where`: its equation, or the context in which it is lowered.
+    """
+    scope = _compat.scope_of(where)
     return scope and scope.partition("+")[0]
 
 
@@ -31,7 +34,7 @@ def is_open(ctx: Any) -> bool:
 
     Not if a type is unreduced or reduced: kernels return sums over all devices.
     """
-    if mode(ctx) not in (ON, DETERMINISTIC):
+    if mode(ctx) not in OPEN:
         return False
     return not any(map(_compat.unreduced_or_reduced_axes, (*ctx.avals_in, *ctx.avals_out)))
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -26,6 +26,7 @@ from jax_oneflow_ops._accelerate import (
     exp_sums,
     explanation,
     gathers,
+    norms,
     pooling,
     products,
     scatters,
@@ -305,6 +306,7 @@ _RULES = (
     _Replacement([*_FORMS], _rewritten),
     _Replacement([lax.reduce_max_p], _with_handle, looks_at_operands=False),
     _Replacement([lax.approx_top_k_p], _without_metadata, looks_at_operands=False),
+    _Replacement(norms.PRIMITIVES, norms.rule),
 )
 
 
@@ -315,6 +317,7 @@ def _problem(value: str) -> str | None:
         for replacement in _RULES:
             replacement.install()
         # Not in _RULES: if jax has no such name, that is a problem to warn of, as others are.
+        _compat.replace_calls("silu", norms.silu)
         reshards = [_compat.reshard_primitive()]
         _Replacement(reshards, scatters.by_jax_if_unreduced).install()
         if value.startswith(common.DETERMINISTIC):
@@ -348,10 +351,13 @@ class Scope:
         self._value, self._note = value, note
         self._entered = threading.local()
 
-    def _context(self) -> contextlib.AbstractContextManager[Any]:
-        if _problem(self._value) is None:
-            return _compat.in_scope(self._value, self._note)
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _context(self) -> Iterator[None]:
+        if _problem(self._value) is not None:
+            yield
+            return
+        with _compat.in_scope(self._value, self._note), norms.swapped(self._value):
+            yield
 
     def __enter__(self) -> None:
         context = self._context()
