@@ -2,7 +2,7 @@
 
 A function f has three primitives. f itself returns its results and statistics of each row. The
 statistics have no tangents, as they are functions of the operands. f_vjp takes the residuals
-(operands, results and statistics) and the results' cotangents; it is one native kernel. f_jvp takes
+(operands, results and statistics) and the results' cotangents; it is one native call. f_jvp takes
 the residuals and the operands' tangents. It is computed in jnp, and is the transpose of f_vjp.
 
 Unless a call is differentiated, statistics are not results (`keeps` is False): for short rows they
@@ -489,13 +489,14 @@ def _define_logsumexp(name: str, function: str, labels: int) -> core.Primitive:
     def lower_vjp(ctx: Any, *args: Any, platform: str, **params: Any) -> list[Any]:
         """Computes value and gradient in one call, if the cotangent does not depend on the value.
 
-        That call reads the logits once, unless rows are split into slices. The gradient of a sum or
-        a mean of losses has such a cotangent. If something else reads the logits, the gradient is
-        not written in place: XLA would copy them.
+        That call reads the logits once. Rows that are split into slices have two calls. The
+        gradient of a sum or a mean of losses has such a cotangent. If something else reads the
+        logits, the gradient is not written in place: XLA would copy them.
         """
         *operands, stats, ct = args
-        value = _compat.call_behind(stats, target)
-        params["in_place"] = not _compat.has_other_readers(operands[0], value)
+        value, of_slices = (_compat.call_behind(stats, t) for t in (target, split(target)))
+        reader = of_slices if value is None else value
+        params["in_place"] = not _compat.has_other_readers(operands[0], reader)
         if value is None or [*value.operands] != operands or not _compat.move_before(value, ct):
             plain: list[Any] = _primitive.lower_native(native_vjp, platform)(ctx, *args, **params)
             return plain
@@ -609,7 +610,7 @@ def _norm_jvp_types(x: Any, *_: Any, axis: int, passed: bool, **__: Any) -> list
     return [_with_rows_whole(x, axis)] * (1 + passed)
 
 
-# Kernels of norms along the last axis count columns on GPUs in 32 bits. jnp takes longer rows.
+# Kernels of norms count columns on GPUs in 32 bits. jnp takes longer rows.
 _MOST_COLUMNS = 2**30 - 1
 
 

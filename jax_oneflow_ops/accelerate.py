@@ -36,10 +36,10 @@ def accelerate(
     ``segment_sum(w[:, None] * x[senders], receivers)``, without an array of these rows, where that
     was measured to be faster. On GPUs, cuDNN computes 16-bit attention without an array of weights,
     kernels compute other 16-bit softmaxes and their gradients, and sums of exponentials, as in
-    cross entropies, read their rows once. Other slow operations become operations of XLA that are
-    fast: some convolutions and gradients of pooling, and matrix products of sizes that GPUs compute
-    slowly, which are padded. Outside, nothing changes. :func:`explain` shows what is swapped in a
-    program, what is not, and why.
+    cross entropies, read their rows once. Flax's group norms, also with silu, are kernels. Other
+    slow operations become operations of XLA that are fast: some convolutions and gradients of
+    pooling, and matrix products of sizes that GPUs compute slowly, which are padded. Outside,
+    nothing changes. :func:`explain` shows what is swapped in a program, what is not, and why.
 
     Use it as a function, a decorator or a context manager, inside `jax.jit` or around it::
 
@@ -94,9 +94,10 @@ def accelerate(
       them, as in :func:`fuse`.
 
     Notes:
-      The first use replaces the lowering rules of some primitives of JAX. The new rules call the
-      old ones for operations outside. If a release of JAX does not allow that, programs run without
-      kernels, after one warning. Exported programs need :func:`export_checks`.
+      The first use replaces the lowering rules of some primitives of JAX, how calls of functions
+      named "silu" are traced, and the method of `flax.nnx.GroupNorm`. The replacements call the
+      originals for operations outside. If a release of JAX does not allow that, programs run
+      without kernels, after one warning. Exported programs need :func:`export_checks`.
 
     Example:
       >>> import jax, jax.numpy as jnp

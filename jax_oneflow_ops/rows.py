@@ -37,10 +37,8 @@ def softmax(
       where: booleans that broadcast to `x`: which elements take part. The result is 0 for the
         others. It costs additional passes over memory.
       implementation: ``"native"`` for this package's kernels, ``"xla"`` for the jnp reference. None
-        takes the one that was measured to be faster for such a call (see `policy`). If such calls
-        were not measured, XLA runs small arrays, short rows, and the values of `softmax`,
-        `log_softmax` and norms; kernels run everything else. The environment variable
-        ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
+        takes the one that was measured to be faster for such a call (see `policy`). The environment
+        variable ``JAX_ONEFLOW_OPS_IMPLEMENTATION``, read when a function is traced, replaces None.
 
     Returns:
       An array of `x`'s shape and dtype.
@@ -203,8 +201,9 @@ def softmax_cross_entropy_with_integer_labels(
     """``logsumexp(logits) - logits[label]`` along an axis. Replaces optax's function of that name.
 
     The loss and its gradient together read the logits once and write once if they run on one device
-    and the cotangent does not depend on the loss, as for a sum or a mean of losses. Otherwise they
-    read the logits twice. The gradient overwrites the logits if nothing else needs them.
+    and the cotangent does not depend on the loss, as for a sum or a mean of losses, unless rows are
+    so long that several blocks of a GPU share one. Otherwise they read the logits twice. The
+    gradient overwrites the logits if nothing else needs them.
 
     Args:
       logits: array of any shape.
@@ -418,12 +417,11 @@ def layer_norm(
       that are constant or far from 0. Pass ``"native"`` for such rows.
 
     Differentiation and sharding:
-      Differentiable to any order, in both modes. One kernel computes the gradients of `x` (and
-      `residual`), `scale` and `bias`; a small one adds up the partial sums of `scale` and `bias`.
-      They are deterministic. All dimensions except `axis` may be sharded freely, and then the
-      gradients of `scale` and `bias` cost an all-reduce; `axis` is all-gathered, with a
-      `GatherWarning`. jnp computes per-example gradients of `scale` and `bias`, as under
-      `jax.vmap`.
+      Differentiable to any order, in both modes. One call computes the gradients of `x` (and
+      `residual`), `scale` and `bias`, on GPUs by up to three kernels. They are deterministic. All
+      dimensions except `axis` may be sharded freely, and then the gradients of `scale` and `bias`
+      cost an all-reduce; `axis` is all-gathered, with a `GatherWarning`. jnp computes per-example
+      gradients of `scale` and `bias`, as under `jax.vmap`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof
@@ -514,11 +512,11 @@ def group_norm(
       As of `layer_norm`; with `activation`, one rounding after it.
 
     Differentiation and sharding:
-      Differentiable to any order, in both modes. One kernel computes the gradients of `x`, `scale`
-      and `bias`; a small one adds up the partial sums of `scale` and `bias`. They are
-      deterministic. The first dimension may be sharded freely, and then the gradients of `scale`
-      and `bias` cost an all-reduce; the others are all-gathered, with a `GatherWarning`. jnp
-      computes per-example gradients of `scale` and `bias`, as under `jax.vmap`.
+      Differentiable to any order, in both modes. One call computes the gradients of `x`, `scale`
+      and `bias`, on GPUs by up to three kernels. They are deterministic. The first dimension may be
+      sharded freely, and then the gradients of `scale` and `bias` cost an all-reduce; the others
+      are all-gathered, with a `GatherWarning`. jnp computes per-example gradients of `scale` and
+      `bias`, as under `jax.vmap`.
 
     Example:
       >>> import jax.numpy as jnp, jax_oneflow_ops as jof

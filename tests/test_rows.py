@@ -1210,6 +1210,22 @@ def test_no_logits_are_copied(with_reader):
     assert ("output_to_operand_aliasing" in text) != with_reader
 
 
+@pytest.mark.parametrize("with_reader", [False, True])
+@pytest.mark.parametrize("columns", [50257, 2**20])
+def test_gradients_of_split_rows_overwrite_logits_too(columns, with_reader):
+    def f(x, w):
+        logits, pullback = jax.vjp(jnp.matmul, x, w)
+        best = jnp.argmax(logits, -1) if with_reader else None
+        loss = functools.partial(jof.logsumexp, axis=-1, implementation="native")
+        gradient = jax.grad(lambda logits: loss(logits).sum())(logits)
+        return pullback(gradient), best
+
+    types = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 8), (8, columns)))
+    text = jax.jit(f).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = re.findall(r"@jof_logsumexp_(?:with_)?vjp.*", text)
+    assert ("output_operand_alias" in call) != with_reader
+
+
 def test_logits_of_the_caller_are_not_overwritten():
     x = np.float64(H @ W)
     f = jax.jit(jax.grad(lambda x: jof.logsumexp(x, -1, implementation="native").sum()))

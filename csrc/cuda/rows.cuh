@@ -17,26 +17,14 @@
 //   vectors  Row vectors are in slots of shared memory, too. In registers they would leave too few
 //            for the rest, and with odd row lengths they would be loaded element by element.
 //
-// Most programs with aligned arrays run on faster kernels: rows_whole.cuh, rows_thread.cuh and
-// rows_tiles.cuh for rows of a few elements, rows_wide.cuh for long rows. This one is for float64,
-// misaligned arrays, rows that fit neither into registers nor into shared memory, norms of long
-// rows on GPUs without clusters or of rows that are too long for a cluster, and norms, and their
-// gradients to x, of 16-bit rows of odd lengths from 513 to 3,071 if there are between 16 (from
-// 2,049 on: 4) and 32 rows per multiprocessor. In arrays of more than
-// 2^21 elements, it also computes all gradients of norms of 16-bit rows of odd lengths up to 3,071
-// and of f32 rows of less than 4,608. For traced programs, KernelOf in compiled_rows.cuh chooses
-// the kernel.
+// Most contiguous rows run on faster kernels: rows_thread.cuh and rows_tiles.cuh have short rows,
+// rows_whole.cuh rows that fit into registers, rows_wide.cuh and rows_split.cuh long rows. This one
+// has the rest: float64, misaligned arrays, rows that fit neither into registers nor into shared
+// memory, and what rows_launch.cuh and rows_norm_vjp.cu leave of rows whose length is not a
+// multiple of a pack. For traced programs, KernelOf in compiled_rows.cuh chooses the kernel.
 //
-// Measured on an H200, in percent of the speed of a copy, bf16 and f32:
-//                   65536 x 512   131072 x 1024   16384 x 4096   4096 x 32000
-//   softmax         75, 82        84, 87          78, 83         72, 80
-//   its gradient    83, 87        89, 90          85, 88         82, 86
-//   layer norm      70, 76        81, 86          76, 80
-//   its gradient    61, 80        82, 87          70, 84
-//   cross entropy   8192 x 50257: 84, 78; its gradient 82, 76
-// bf16 is bound by instructions: softmax takes about 18 per element and the gradient of layer norm
-// 37, while the time of a copy allows for 27 and 40. Rows that leave many packs or lanes partly
-// empty suffer most: softmax of 8192 x 50257, in a cluster, runs at 46 %.
+// It is bound by instructions in 16-bit types: before the faster kernels were added, softmax of
+// bf16 65536 x 512 ran at 75 % of the speed of a copy on an H200, the gradient of layer norm at 61.
 //
 // This file does not need the CUDA runtime, so NVRTC can compile it around other programs. Those
 // are traced programs (compiled_rows.cuh), which have arrays of several types and any number of

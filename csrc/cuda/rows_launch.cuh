@@ -225,8 +225,8 @@ cudaError_t LaunchSplitRows(const Program& program, const RowsProblem& problem,
                              : launch(std::integral_constant<int, 1>());
 }
 
-// The most packs of all its rows that a thread of WholeRowsKernel holds. A pack is one element,
-// half a pack, or a whole pack.
+// The most packs of all its rows that a thread of WholeRowsKernel holds. A pack has one element, 8
+// bytes or 16 bytes.
 template <int V, int kPack>
 inline constexpr int kMostWholePacks = V == 1      ? 16
                                        : V < kPack ? 10

@@ -101,6 +101,7 @@ struct NormForward : RowsProgram<T, kResidual ? 2 : 1> {
 }  // namespace
 
 cudaError_t LaunchNorm(const NormCall& call, cudaStream_t stream) {
+  if (call.problem.inner == 1 && call.problem.n > kMostNormColumns) return cudaErrorNotSupported;
   return Dispatch<Floats>(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto launch = [&](auto center, auto residual) {

@@ -313,7 +313,6 @@ cudaError_t LaunchStrided(const NormVjpCall& call, cudaStream_t stream) {
   if (call.vectors() == 0) {
     return LaunchStridedRows(MakeBackward<T, kCenter, kDsum, 0>(call), call.problem, stream);
   }
-  if (!kCenter && call.dbias != nullptr) return cudaErrorInvalidValue;  // rms norm has no bias
   constexpr int kSums = kCenter ? 2 : 1;
   int64_t parts = call.parts;
   const cudaError_t status =
@@ -326,28 +325,29 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
   using C = Compute<T>;
   if (call.problem.inner != 1) return LaunchStrided<T, kCenter, kDsum>(call, stream);
   constexpr int kSums = kCenter ? 2 : 1;
+  const int64_t rows = call.problem.rows(), n = call.problem.n, elements = rows * n;
+  if (n > kMostNormColumns) return cudaErrorNotSupported;
   RowsDevice device{};
   cudaError_t status = GetRowsDevice(&device);
   if (status != cudaSuccess) return status;
   if (LaunchTogether<T, kCenter, kDsum>(call, device, stream, &status)) return status;
-  if (call.vectors() > 0 && (kCenter || call.dbias == nullptr)) {
+  if (call.vectors() > 0) {
     const auto program = MakeBackward<T, kCenter, kDsum, kSums>(call);
     int64_t blocks = call.parts;
     // To read few elements again takes less time than to add many short parts, unless
     // WholeRowsKernel or WideRowsKernel handles them, or TileRowsKernel those of short rows: value
     // and gradient of the rms norm of bf16 1294 x 21 take 7.4 us on an H200, 13.9 otherwise; of f32
     // 1000 x 512 10.2 and 12.2, but of f32 300000 x 5 26 and 18.
-    const bool are_few = call.problem.rows() * call.problem.n <= 1 << 21;
+    const bool are_few = elements <= 1 << 21;
     // Separate kernels are also faster if there are at most as many rows as multiprocessors: rms
     // norm of bf16 24 x 32768 with its gradient takes 9.4 us on an H200, 14.2 with one kernel for
     // dx and the sums.
-    const bool are_fewest = call.problem.rows() <= device.multiprocessors &&
-                            call.problem.rows() * call.problem.n <= 1 << 20;
-    if (!kIsDouble<T> && are_fewest && call.problem.n >= 8) {
+    const bool are_fewest = rows <= device.multiprocessors && elements <= 1 << 20;
+    if (!kIsDouble<T> && are_fewest && n >= 8) {
       return LaunchSeparately<T, kCenter, kDsum>(call, device, stream);
     }
     if constexpr (!kIsDouble<T>) {
-      if (FitsTiles(program, call.problem, device) && (!are_few || call.problem.n <= 8)) {
+      if (FitsTiles(program, call.problem, device) && (!are_few || n <= 8)) {
         status = LaunchTileRows(program, call.problem, device, &blocks, stream);
         return status == cudaSuccess ? AddParts<C>(call, blocks, stream) : status;
       }
@@ -372,8 +372,8 @@ cudaError_t LaunchBackward(const NormVjpCall& call, cudaStream_t stream) {
     // f32 rows with edges are an exception, unless there are very few elements: on an H200, layer
     // norm of 300 x 2470 takes 11.6 us with one kernel and 13.2 with two, of 800 x 1849 14.5 and
     // 17.7, but of 500 x 523 10.8 and 9.0.
-    const bool have_edges = std::is_same_v<T, float> && call.problem.n % kPackSize<T> != 0;
-    if (are_few && (!have_edges || call.problem.rows() * call.problem.n < 1 << 19)) {
+    const bool have_edges = std::is_same_v<T, float> && n % kPackSize<T> != 0;
+    if (are_few && (!have_edges || elements < 1 << 19)) {
       return LaunchSeparately<T, kCenter, kDsum>(call, device, stream);
     }
     RowsGrid grid{};

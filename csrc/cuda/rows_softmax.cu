@@ -1,5 +1,6 @@
 // Softmax, its logarithm, sums of exponentials and cross entropy, and their gradients; see
-// rows.cuh. Bytes: each input array of elements is read once, each output array is written once.
+// rows.cuh. Bytes: each output array is written once, and each input array of elements is read
+// once, unless rows are split or are too long to be held.
 #include "cuda/rows.h"
 #include "cuda/rows_launch.cuh"
 

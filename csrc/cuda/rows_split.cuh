@@ -15,7 +15,7 @@
 JOF_NAMESPACE_BEGIN
 
 inline constexpr int kSplitThreads = 256;
-inline constexpr int kSliceElements = 16 * kSplitThreads;  // that a block holds at a time
+inline constexpr int kSliceElements = 16 * kSplitThreads;  // of most slices
 
 struct SplitRowsPlan {
   int n;
@@ -36,7 +36,7 @@ class SplitRowsBody {
   static constexpr int kReductions = Program::kReductions, kParts = Program::PartSize();
   // Packs of a thread. More elements would take longer to reduce in a thread than in several.
   static constexpr int kHeld = (V == 1 ? 8 : 16 / V) / kInputs;
-  static constexpr int kWays = V == 1 || V > 4 ? 4 : V;
+  static constexpr int kWays = 4;
 
   __device__ __forceinline__ SplitRowsBody(const Program& program, const SplitRowsPlan& plan,
                                            int blocks)

@@ -93,8 +93,10 @@ inline ffi::Error RequireOfRows(const char* op, const char* name, ffi::AnyBuffer
               (last == 1 || got[rows] == static_cast<int64_t>(last));
   for (size_t i = 0; fits && i < rows; ++i) fits = got[i] == dims[i < skipped ? i : i + 1];
   if (fits) return ffi::Error::Success();
-  return InvalidArgument(op, ": ", name, " must have ", last, " of its type for each row of ",
-                         ShapeString(dims), " along ", axis, ", got shape ", ShapeString(got));
+  return InvalidArgument(op, ": ", name, " must have ", last, last > 1 ? " values" : " value",
+                         " for each row along axis ", axis, " of ", ShapeString(dims),
+                         " and the type that belongs to the operand's, got shape ",
+                         ShapeString(got));
 }
 
 inline ffi::Error RequireArray(const char* op, const char* name, ffi::AnyBuffer array,
@@ -380,6 +382,8 @@ ffi::Error NormVjpHandler(typename Backend::Stream stream, ffi::AnyBuffer x, ffi
        RequireArray(kNormVjp, "dbias", *dbias, compute_type, {has_dbias ? n : 0}),
        RequireArray(kNormVjp, "scratch", *scratch, compute_type,
                     {parts, int64_t{has_dscale} + has_dbias, n}),
+       has_dbias && !center ? InvalidArgument(kNormVjp, ": dbias needs center")
+                            : ffi::Error::Success(),
        x.element_count() == 0 || parts < 1
            ? InvalidArgument(kNormVjp, ": there must be rows, elements and parts of the scratch")
            : ffi::Error::Success()});

@@ -1,13 +1,13 @@
 // Rows: a reduction along one axis, and a map of each element that uses the row's statistics.
 //
 // A row is the middle axis of (outer, n, inner). inner > 1 is a reduction over the first or a
-// middle axis of an array, without a transpose. A program is one reduction, whose state is a
-// monoid, and one map. It is computed in Compute<T> and rounded once.
+// middle axis of an array, without a transpose. A program is a reduction, whose states can be
+// combined in any grouping, and a map. It is computed in Compute<T> and rounded once.
 //
 // Statistics of a row are reduced in two steps, over as many elements as a kernel has at hand (a
 // row in registers, or a block of a row): first the peak, which determines the centre, then sums of
 // terms that depend on the centre. States of parts with different centres can be combined. So
-// exponentials do not overflow and are not computed twice, and a variance does not cancel.
+// exponentials do not overflow, and a variance does not cancel.
 #pragma once
 
 #include "common/arithmetic.h"
@@ -99,7 +99,7 @@ struct NormCall {
 };
 
 // Sums over rows are added up in parts. On CPUs, part p has rows [p rows / parts, (p + 1) rows /
-// parts). On GPUs, a part has the rows of a block or of a cluster.
+// parts). On GPUs, a part has some of the rows.
 struct NormVjpCall {
   RowsProblem problem;
   DType type, scale_type;
