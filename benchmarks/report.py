@@ -92,6 +92,11 @@ def _measured(found: Sequence[Result]) -> list[Row]:
     return [row for r in found if r.header.get("suite") in SUITES for row in r.rows if "us" in row]
 
 
+def _failed(found: Sequence[Result], suite: str) -> list[Row]:
+    of_suite = (r for r in found if r.header.get("suite") == suite)
+    return [row for r in of_suite for row in r.rows if "error" in row]
+
+
 def _surveyed(found: Sequence[Result]) -> list[Row]:
     return [row for r in found if "suite" not in r.header for row in r.rows]
 
@@ -207,14 +212,19 @@ def steps(
     """
     there = {row["case"]: ratio(results.rival(row, "jnp")) for row in listed(beside, name)}
     rows = [row for row in listed(found, name) if row["group"] == group]
+    failed = [row for row in _failed(found, name) if row["group"] == group]
     layers = [""] if any("layers" in row.get("others", {}) for row in rows) else []
     memory = [("jnp", "as written"), ("ours", "accelerated")]
     memory = memory if not there and any("temporary MiB" in row for row in rows) else []
+
+    def label(row: Row) -> str:
+        of_dtype = f", {short(row['dtype'])}" if group == "call" else ""
+        return f"{chart.label(row['op'])}{of_dtype}"
+
     lines = []
     for row in rows:
-        of_dtype = f", {short(row['dtype'])}" if group == "call" else ""
         times = map(microseconds, (results.numbers(row["xla"]).get("jnp"), row["us"]))
-        line = [f"{chart.label(row['op'])}{of_dtype}", *times, ratio(results.rival(row, "jnp"))]
+        line = [label(row), *times, ratio(results.rival(row, "jnp"))]
         line += [there.get(row["case"], "-")] if there else []
         line += [microseconds(results.numbers(row["others"]).get("layers")) for _ in layers]
         mib = row.get("temporary MiB", {})
@@ -223,7 +233,10 @@ def steps(
     head = ["", "jnp as written, us", "accelerated, us", "gain"]
     head += [f"on {beside[0].header['device'].split()[1]}"] if there else []
     head += ["with graph layers, us" for _ in layers]
-    return markdown([*head, *(f"memory {what}, MiB" for _, what in memory)], lines)
+    head += [f"memory {what}, MiB" for _, what in memory]
+    nothing = ["-"] * (len(head) - 2)
+    lines += [[label(row), f"failed: {row['error']}", *nothing] for row in failed]
+    return markdown(head, lines)
 
 
 def scaled(found: Sequence[Result], name: str = "programs") -> str:

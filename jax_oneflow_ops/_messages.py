@@ -592,7 +592,8 @@ class Messages:
         factors = [value] if value.kind == "input" else [program.values[k] for k in value.args]
         if value.kind not in ("input", "mul") or any(f.kind != "input" for f in factors):
             return None
-        if scalars.contains(_compat.jaxpr_and_consts(body.jaxpr)[0], "custom_"):
+        jaxpr = _compat.jaxpr_and_consts(body.jaxpr)[0]
+        if any(scalars.contains(jaxpr, name) for name in ("custom_", "stop_gradient")):
             return None  # its derivative is not that of a product
         by_side = {self.sides[int(f.text)]: self.operands[int(f.text)] for f in factors}
         table, weights = by_side.get("s"), by_side.get("e")

@@ -152,6 +152,13 @@ class ElementwiseKernel:
             raise TypeError(
                 f"{name}: reference must be a function or None, got {type(reference).__name__}"
             )
+        try:
+            hash(reference)
+        except TypeError as error:
+            raise TypeError(
+                f"{name}: reference must be hashable, as for jax.jit: pass a function that calls "
+                f"it, got {type(reference).__name__}"
+            ) from error
         given = _derivatives(name, inputs, outputs, derivatives)
         for output in unassigned(operation, preamble, outputs):
             raise ValueError(

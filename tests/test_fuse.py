@@ -348,6 +348,8 @@ def test_bits(monkeypatch):
             jax.lax.bitcast_convert_type(h, jnp.uint16),
             jax.lax.bitcast_convert_type(b, jnp.uint16),
             jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(b, jnp.int16), jnp.bfloat16),
+            jax.lax.bitcast_convert_type(b, jnp.float16),
+            jax.lax.bitcast_convert_type(h, jnp.bfloat16),
             jnp.nextafter(b, jnp.bfloat16(0)),
             jax.lax.reduce_precision(x, 8, 7),
         )

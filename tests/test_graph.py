@@ -840,6 +840,35 @@ def test_gradient_of_senders_out_of_range():
         jax.tree.map(np.testing.assert_allclose, both(jof.message_sum, fun), both(in_jnp, fun))
 
 
+def test_messages_that_stop_gradients():
+    """A product is not one if a factor of it, or all of it, has no gradient."""
+    stop = jax.lax.stop_gradient
+    senders, receivers = np.array([0, 1, 1]), np.array([1, 1, 0])
+    operands = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([[2.0], [3.0], [5.0]])
+
+    def both(reduce, fun):
+        def loss(table, weights):
+            y = reduce(fun, (table,), senders, receivers, weights, num_segments=2)
+            return jnp.sum(y * jnp.array([1.0, 10.0]))
+
+        gradient = jax.grad(loss, (0, 1))
+        return gradient(*operands), jax.jvp(gradient, operands, operands)
+
+    def mean_in_jnp(*args, **options):
+        return in_jnp(*args, **options) / jnp.array([[1.0], [2.0]])
+
+    for fun in (
+        lambda x, w: x * stop(w),
+        lambda x, w: stop(x) * w,
+        lambda x, w: stop(x),
+        lambda x, w: stop(x * w),
+        lambda x, w: jax.jit(stop)(x) * w,
+    ):
+        for ours, reference in ((jof.message_sum, in_jnp), (jof.message_mean, mean_in_jnp)):
+            found, expected = both(ours, fun), both(reference, fun)
+            jax.tree.map(np.testing.assert_allclose, found, expected)
+
+
 def test_gradient_of_receivers_out_of_range():
     """Also of complex messages, for which there are no kernels."""
     senders, receivers = np.array([0, 1]), np.array([0, 5])

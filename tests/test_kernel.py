@@ -1644,6 +1644,13 @@ def make(in_params="T x", out_params="T y", operation="y = x", name="bad", **opt
     return jof.ElementwiseKernel(in_params, out_params, operation, name, **options)
 
 
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, x):
+        return x
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
@@ -1681,6 +1688,7 @@ def make(in_params="T x", out_params="T y", operation="y = x", name="bad", **opt
         ({"name": "for"}, ValueError, "is a word of C"),
         ({"name": 3}, TypeError, "name must be a string"),
         ({"reference": 3}, TypeError, "reference must be a function"),
+        ({"reference": Unhashable()}, TypeError, "reference must be hashable, .* got Unhashable"),
         ({"derivatives": ["1"]}, TypeError, "derivatives must be a dict"),
         ({"derivatives": {"w": "1"}}, ValueError, "'w' is not an input"),
         ({"derivatives": {("z", "x"): "1"}}, ValueError, "'z' is not an output"),

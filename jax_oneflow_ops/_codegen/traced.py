@@ -957,7 +957,10 @@ def _round_to(program: Program, params: dict[str, Any], args: list[int], dtype: 
 @_emitter("bitcast_convert_type")
 def _bitcast(program: Program, params: dict[str, Any], args: list[int], dtype: str) -> int:
     of = program.values[args[0]].dtype
-    if is_narrow(of):
+    if is_narrow(of) and is_narrow(dtype):
+        bits = TYPES[f"uint{8 * jnp.dtype(dtype).itemsize}"]
+        text = f"jof_As<{TYPES[dtype]}>::FromBits(jof_As<{TYPES[of]}>::ToBits<{bits}>({{0}}))"
+    elif is_narrow(of):
         text = f"jof_As<{TYPES[of]}>::ToBits<{TYPES[dtype]}>({{0}})"
     elif is_narrow(dtype):
         text = f"jof_As<{TYPES[dtype]}>::FromBits({{0}})"
