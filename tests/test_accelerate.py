@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.compute_on import compute_on
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_oneflow_ops as jof
@@ -24,7 +24,7 @@ from jax_oneflow_ops import _compat, _emit, _native, _policy
 from jax_oneflow_ops._accelerate import common, rules, scatters, tune
 from jax_oneflow_ops._accelerate.report import Row
 from tests.arrays import INEXACT, INTEGERS, rng_for
-from tests.test_lowering import compiled, lowered_targets, native_backend, targets
+from tests.test_lowering import accelerated, compiled, lowered_targets, native_backend, targets
 
 pytestmark = native_backend
 
@@ -1913,3 +1913,31 @@ def test_equal_rows_are_one_that_counts_them():
     a, b, ids = jnp.ones((16, 4)), jnp.ones((32, 4)), jnp.arange(8)
     report = jof.explain(layers, a, b, ids)
     assert [(row.count, row.shapes[0]) for row in report.rows] == [(3, (16, 4)), (1, (32, 4))]
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_columns_with_their_own_ids_stay_sharded(kind, dtype):
+    """Over several devices; on one, a kernel sums them."""
+
+    def of_sort(x, ids):
+        return jax.grad(lambda x: (jnp.sort(x, 0).astype(jnp.float32) ** 3).sum())(x)
+
+    def of_lookup(x, ids):
+        taken = functools.partial(jnp.take_along_axis, indices=ids, axis=0)
+        return jax.grad(lambda x: (taken(x).astype(jnp.float32) ** 3).sum())(x)
+
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(kind,))
+    rng = rng_for(dtype)
+    x = rng.normal(size=(32, 8)).astype(dtype)
+    ids = rng.integers(0, 32, (32, 8)).astype(np.int32)
+    for f in (of_sort, of_lookup):
+        assert lowered_targets(accelerated(f, x, ids)).total() == 1
+        with jax.set_mesh(mesh):
+            sharded = [jax.device_put(v, NamedSharding(mesh, P(None, "a"))) for v in (x, ids)]
+            step = jax.jit(jof.accelerate(f)).lower(*sharded).compile()
+            assert not re.search(r" all-(reduce|gather)\(", step.as_text())
+            result = step(*sharded)
+        assert result.sharding.spec == P(None, "a")
+        np.testing.assert_allclose(np.float64(result), np.float64(f(x, ids)), rtol=2**-6)

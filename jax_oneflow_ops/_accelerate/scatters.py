@@ -378,6 +378,9 @@ def _choose(
         if platform == "cuda" and operand.dtype.itemsize > 2:
             return _Choice("XLA fuses the gather with its sum, by atomics", message=message)
     if not _compat.knows_shapes_of_shards(ctx):
+        if None in rows.columns and not deterministic:
+            in_f32 = is_sum and operand.dtype in (jnp.float16, jnp.bfloat16)
+            return _Choice(_STAYS_SHARDED, in_f32=in_f32)
         return _Choice("sharded: the partitioner decides what a device has", rows)
     if platform == "cpu" and (reason := _why_not_on_cpu(reduction, rows, operand.dtype)):
         return _Choice(reason)
@@ -443,6 +446,7 @@ def _columns(
     return problem if _scatter_policy.columns_pay(problem) else None
 
 
+_STAYS_SHARDED = "over several devices, a kernel would need all of a dimension that has its own ids"
 _MANY = 2**14  # values in all updates; fewer take as long either way
 _WIDE = 16  # values in a row
 
