@@ -825,11 +825,11 @@ def test_every_way_to_write_it():
     with scope, scope:
         assert targets(f.lower(TABLE, IDS).compile().as_text())
         np.testing.assert_array_equal(f(TABLE, IDS), before)
-    for accelerated in (jof.accelerate(f), jof.accelerate()(f), scope(f), jof.accelerate(fun=f)):
-        assert targets(accelerated.lower(TABLE, IDS).compile().as_text())
-        assert lowered_targets(accelerated.trace(TABLE, IDS).lower().as_text())
-        assert accelerated.eval_shape(TABLE, IDS).shape == TABLE.shape
-        assert accelerated.__name__ == "adds"
+    for g in (jof.accelerate(f), jof.accelerate()(f), scope(f), jof.accelerate(fun=f)):
+        assert targets(g.lower(TABLE, IDS).compile().as_text())
+        assert lowered_targets(g.trace(TABLE, IDS).lower().as_text())
+        assert g.eval_shape(TABLE, IDS).shape == TABLE.shape
+        assert g.__name__ == "adds"
     assert not targets(f.lower(TABLE, IDS).compile().as_text())
     with pytest.raises(ZeroDivisionError), jof.accelerate():
         raise ZeroDivisionError
