@@ -181,20 +181,20 @@ def quick(items):
     """The tests that run without --exhaustive.
 
     If a test has several lists of parameters, each value runs with the first values of the other
-    lists. Of more than 6 variants that are left, half run, and always the same.
+    lists. Of more than 6 variants that are left, half run; of more than 30, a third. These are
+    always the same.
     """
     first = {}
     for item in items:
         first.setdefault(item.function, item)
     items = [item for item in items if not is_exhaustive(item, first[item.function])]
     variants = collections.Counter(item.function for item in items)
-    return [
-        item
-        for item in items
-        if item is first[item.function]
-        or variants[item.function] <= 6
-        or zlib.crc32(item.nodeid.encode()) % 2
-    ]
+
+    def is_left_out(item):
+        share = 1 + (variants[item.function] > 6) + (variants[item.function] > 30)
+        return item is not first[item.function] and zlib.crc32(item.nodeid.encode()) % share != 0
+
+    return [item for item in items if not is_left_out(item)]
 
 
 def pytest_collection_modifyitems(config, items):

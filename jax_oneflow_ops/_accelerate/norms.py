@@ -94,7 +94,8 @@ def _computed(norm: Callable[..., jax.Array]) -> jax.Array:
             return norm(activation=activation)
 
     y = compute()
-    _here.last = weakref.ref(y, _forget), compute
+    if isinstance(y, jax.core.Tracer):  # else what follows is no part of a program
+        _here.last = weakref.ref(y, _forget), compute
     return y
 
 
