@@ -77,9 +77,9 @@ def accelerate(
       a function: a context manager, which is a decorator, too.
 
     Raises:
-      TypeError: `fun` is neither a function nor a bool, or it is async or a generator; or `tune` or
-        `fuse` is set without a function; or a tuned function is called inside a transformation; or
-        `fuse` is set and an argument that is not an array is not hashable.
+      TypeError: `fun` is neither a function nor a bool, or it is async, a generator or compiled
+        already; or `tune` or `fuse` is set without a function; or a tuned function is called inside
+        a transformation; or `fuse` is set and an argument that is not an array is not hashable.
       ValueError: `tune` and `deterministic` are both set.
       NotImplementedError: a tuned function is called in a program of several processes.
 
@@ -120,6 +120,11 @@ def accelerate(
         raise TypeError(
             f"accelerate: fun must be a function, True or False, got {type(fun).__name__}; pass "
             "the function, and call what accelerate returns: accelerate(step)(state, batch)"
+        )
+    if isinstance(fun, jax.stages.Compiled):
+        raise TypeError(
+            "accelerate: fun is compiled already; accelerate the function before "
+            "you compile it: jax.jit(accelerate(step)).lower(state, batch).compile()"
         )
     if tune and deterministic:
         raise ValueError(

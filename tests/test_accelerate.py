@@ -1785,6 +1785,13 @@ def test_functions_that_return_before_they_run_are_refused():
             jof.accelerate(function)
 
 
+@pytest.mark.parametrize("tune", [False, True])
+def test_compiled_programs_are_refused(tune):
+    compiled_adds = jax.jit(adds).lower(TABLE, IDS).compile()
+    with pytest.raises(TypeError, match=r"fun is compiled already.* before you compile it"):
+        jof.accelerate(compiled_adds, tune=tune)
+
+
 def test_what_cannot_be_timed_runs_as_it_is(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("JAX_ONEFLOW_OPS_CACHE_DIR", str(tmp_path))
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory for copies")
