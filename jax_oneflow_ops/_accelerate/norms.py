@@ -26,7 +26,7 @@ from jax_oneflow_ops._accelerate import common, explanation
 
 NORM = "+norm"
 """The suffix of the scope of a norm."""
-ONE_PASS = "one kernel computes the norm and a silu that follows, and one both gradients"
+ONE_PASS = "one kernel for the norm and a silu that follows, one call for all gradients"
 _VJP = _group_norm.vjp_p
 _NAMES = {_group_norm.group_norm_p: "group norm", _VJP: "group norm gradient"}
 PRIMITIVES = (*_NAMES,)
@@ -137,18 +137,20 @@ def rule(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lower
 
     def lower(ctx: Any, x: Any, *args: Any, **params: Any) -> Any:
         results = rule(ctx, x, *args, **params)
-        if (_compat.scope_of(ctx) or "").endswith(NORM):
-            aval, reason = ctx.avals_in[0], common.why_no_kernels(ctx, platform)
+        if explanation.current.get() and (_compat.scope_of(ctx) or "").endswith(NORM):
+            why_not, is_vjp = common.why_no_kernels(ctx, platform), primitive is _VJP
             call = _policy.describe(primitive, ctx.avals_in, **params)
             decision = _policy.choose(call, platform, explanation.device_kind(platform))
-            swapped = common.is_asked_for() or decision.implementation == "native"
-            if params["implementation"] == _policy.WITH_GRADIENT and primitive is not _VJP:
+            is_chosen = decision.implementation == "native" or common.is_asked_for()
+            if _compat.knows_shapes_of_shards(ctx) and not is_chosen:
+                why_not = why_not or decision.reason
+            if params["implementation"] == _policy.WITH_GRADIENT and not is_vjp:
                 # The times are those of the norm with its gradient: these are in the other row.
                 decision = dataclasses.replace(decision, native_us=None, xla_us=None)
-            arrays = 3 if primitive is _VJP else 2
-            more: dict[str, Any] = {"decision": decision, "swapped": swapped and not reason}
-            more["bytes"] = arrays * _policy.nbytes(aval)
-            how = _NAMES[primitive], [aval] * 2, reason or ONE_PASS
+            aval = ctx.avals_in[0]
+            how = _NAMES[primitive], [aval] * 2, why_not or ONE_PASS
+            nbytes, swapped = (2 + is_vjp) * _policy.nbytes(aval), not why_not
+            more: dict[str, Any] = {"decision": decision, "swapped": swapped, "bytes": nbytes}
             explanation.add(primitive, ctx, results[0], *how, **more)
         return results
 
