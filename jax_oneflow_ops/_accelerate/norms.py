@@ -26,7 +26,7 @@ from jax_oneflow_ops._accelerate import common, explanation
 
 NORM = "+norm"
 """The suffix of the scope of a norm."""
-ONE_PASS = "one kernel for the norm and a silu that follows, one call for all gradients"
+ONE_CALL = "one call for the norm and a silu that follows, one call for all gradients"
 _VJP = _group_norm.vjp_p
 _NAMES = {_group_norm.group_norm_p: "group norm", _VJP: "group norm gradient"}
 PRIMITIVES = (*_NAMES,)
@@ -148,7 +148,7 @@ def rule(primitive: Any, platform: str, rule: _compat.Lowering) -> _compat.Lower
                 # The times are those of the norm with its gradient: these are in the other row.
                 decision = dataclasses.replace(decision, native_us=None, xla_us=None)
             aval = ctx.avals_in[0]
-            how = _NAMES[primitive], [aval] * 2, why_not or ONE_PASS
+            how = _NAMES[primitive], [aval] * 2, why_not or ONE_CALL
             nbytes, swapped = (2 + is_vjp) * _policy.nbytes(aval), not why_not
             more: dict[str, Any] = {"decision": decision, "swapped": swapped, "bytes": nbytes}
             explanation.add(primitive, ctx, results[0], *how, **more)
