@@ -1949,3 +1949,26 @@ def test_columns_with_their_own_ids_stay_sharded(kind, dtype):
             plain, result = (step(*sharded) for step in steps)
         assert result.sharding == plain.sharding
         np.testing.assert_allclose(np.float64(result), np.float64(f(x, ids)), rtol=2**-6)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_windows_between_indices_stay_sharded(dtype):
+    """Unless the sum has to have the same bits on every run."""
+
+    def add(x, ids):
+        return x.at[ids, :, ids].add(1)
+
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    x, ids = np.zeros((5, 8, 5), dtype), np.array([3, 1, 3], np.int32)
+    x = jax.device_put(x, NamedSharding(mesh, P(None, "a")))
+    lowered = jax.jit(jof.accelerate(add)).lower(x, ids)
+    assert "x5xbf16>, tensor" not in lowered.as_text().partition("stablehlo.scatter")[2]
+    by_xla = lowered.compile()
+    assert not targets(by_xla.as_text())
+    result = by_xla(x, ids)
+    assert result.sharding == x.sharding
+    np.testing.assert_array_equal(np.float64(result), np.float64(add(x, ids)))
+    ordered = jax.jit(jof.accelerate(add, deterministic=True)).lower(x, ids)
+    with pytest.warns(jof.GatherWarning):
+        assert len(targets(ordered.compile().as_text())) == 1

@@ -545,6 +545,17 @@ def test_report_writes_between_markers_and_says_what_is_stale(tmp_path, capsys):
     assert text.startswith("a\n<!--")
     assert text.endswith("-->\nb")
     assert "| `cast` | 1.00x | 0.87x | - | - |" in text  # over jnp as written: 2.0 and 0.5
+    assert "failed" not in text
+    case = programs.cases("gpu")[-1]
+    bad = {"case": case.name, "error": "ArithmeticError: off"}
+    results.write(
+        tmp_path / "benchmarks/results/nvidia-h100/programs.jsonl",
+        {**HEADER, "suite": "programs"},
+        [{**bad, "suite": "programs", "op": case.op, "group": "call", "dtype": case.dtype}],
+    )
+    page.write_text(MARKED.replace("headline nvidia-h200", "steps nvidia-h100 programs call"))
+    assert cli.main(["report", "--root", str(tmp_path)]) == 0
+    assert "failed: ArithmeticError: off | - | - |" in page.read_text()
     for wrong in (
         "<!-- benchmarks:headline x begin -->",
         MARKED.replace("headline", "none"),

@@ -1504,6 +1504,22 @@ def test_modules_know_their_activations(mask):
         norms.GroupNorm(4, **other, rngs=nnx.Rngs(0))(x, mask=mask)
 
 
+@pytest.mark.parametrize("center", [True, False])
+def test_gradients_of_a_bias_need_a_norm_with_a_mean(center):
+    """The native call says so; no function of this package asks for them."""
+    jof.rms_norm(jnp.ones((2, 4)), implementation="native")  # registers the targets
+    x, stats = np.ones((2, 4, 1), "float32"), np.ones((2, 1, 3), "float32")
+    absent, scale = np.zeros((0, 0, 0), "float32"), np.zeros(0, "float32")
+    sizes = (2, 4, 1), (4,), (4,), (1, 2, 4)  # of dx, dscale, dbias and the scratch
+    types = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+    call = jax.jit(functools.partial(jax.ffi.ffi_call("jof_norm_vjp", types), center=center))
+    if center:
+        assert len(call(x, stats, x, absent, scale)) == len(types)
+    else:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="dbias needs center"):
+            jax.block_until_ready(call(x, stats, x, absent, scale))
+
+
 def test_no_result_has_a_weak_type():
     x = jnp.broadcast_to(jnp.asarray(0.5), (2, 4))
     assert jax.typeof(x).weak_type

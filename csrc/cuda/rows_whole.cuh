@@ -33,12 +33,12 @@
 // masked: when this was added, layer norm of bf16 400000 x 100 took 53 us instead of 64, rms norm
 // 52 instead of 58 (a copy takes 38, XLA 47 and 42).
 //
-// What was tried: loads that bypass the L1 cache in all programs, 6 % slower in gradients; blocks
-// of 128 threads, 2 to 21 % slower; registers for six blocks, which spill; rows with edges copied
-// to shared memory and read element by element, 78 us instead of 47 for bf16 40000 x 1001, bound by
-// instructions, or read in pairs, with the next rows copied meanwhile: softmax of bf16 78048 x 1025
-// 95 us, 311284 x 257 93 us; row vectors of rows with edges loaded as whole packs and shifted,
-// which is slower for fewer than 512 columns.
+// What was tried: loads that bypass the L1 cache, at first 6 % slower in gradients (LoadWhole says
+// which do now); blocks of 128 threads, 2 to 21 % slower; registers for six blocks, which spill;
+// rows with edges copied to shared memory and read element by element, 78 us instead of 47 for bf16
+// 40000 x 1001, bound by instructions, or read in pairs, with the next rows copied meanwhile:
+// softmax of bf16 78048 x 1025 95 us, 311284 x 257 93 us; row vectors of rows with edges loaded as
+// whole packs and shifted, which is slower for fewer than 512 columns.
 //
 // Handles the programs of rows.cuh.
 #pragma once
